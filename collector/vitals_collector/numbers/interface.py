@@ -7,7 +7,7 @@ functions here.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
@@ -465,7 +465,10 @@ def texts_of(raw: npt.NDArray[np.bytes_]) -> npt.NDArray[np.object_]:
 
 
 def concat_columns(columns: Sequence[ColumnValues], kind: str = "") -> ColumnValues:
-    """Return the columns concatenated, as ``kind``; "": if types differ, as in ``scan``."""
+    """Return the columns concatenated, with their values as ``kind``.
+
+    Without a kind, different types are converted as in ``scan``.
+    """
     if not kind or not columns:
         if len(columns) == 1:
             return columns[0]
@@ -478,7 +481,8 @@ def concat_columns(columns: Sequence[ColumnValues], kind: str = "") -> ColumnVal
         column._replace(values=column.values.astype(dtype, copy=False))
         if (column.values.dtype == object) == (kind == "S")
         else ColumnValues(
-            np.zeros(len(column.values), dtype), np.ones(len(column.values), np.bool_)
+            np.full(len(column.values), "" if kind == "S" else 0, dtype),
+            np.ones(len(column.values), np.bool_),
         )
         for column in columns
     ]
@@ -618,10 +622,7 @@ class NumberStoreReader(Protocol):
 
 
 class NumberStore(NumberStoreReader, Protocol):
-    """A store of rows. Thread-safe; rows reported as stored survive a kill.
-
-    What a store in memory need not do is a default here.
-    """
+    """A store of rows. Thread-safe; rows reported as stored survive a kill."""
 
     def check_place(self) -> None:
         """Raise StorageError if rows that were stored cannot be read; costs little."""
@@ -632,7 +633,6 @@ class NumberStore(NumberStoreReader, Protocol):
         Acquire it before the database's write lock, so that no one waits for the database during a
         merge.
         """
-        return nullcontext()
 
     def append(self, batches: Sequence[Batch]) -> list[int]:
         """Store the new rows, all or none; return the number of new rows of each batch.
@@ -651,14 +651,12 @@ class NumberStore(NumberStoreReader, Protocol):
 
     def has_holes(self, run_id: str) -> bool:
         """Return whether rows of the run were lost to damage."""
-        return False
 
     def missing(self, key: StreamKey) -> list[tuple[int, int]]:
         """Return the ranges of row numbers that a stream lost to damage.
 
         ``mark`` stays above them, and they are accepted when they are sent again.
         """
-        return []
 
     def wanted(self, key: StreamKey, before: int) -> int:
         """Return the next lost row number to request from an agent again, or -1.
@@ -666,11 +664,9 @@ class NumberStore(NumberStoreReader, Protocol):
         It counts as requested from now on: an agent that no longer has it is asked again much
         later.
         """
-        return -1
 
     def deleted_rows(self, run_id: str) -> list[DeletedRows]:
         """Return the numbers of deleted rows of the run, by stream and reason."""
-        return []
 
     def delete(self, run_id: str, exclude: Collection[str] = ()) -> None:
         """Delete the run's rows; its last sequence numbers stay, so that resent rows are ignored.
@@ -686,7 +682,6 @@ class NumberStore(NumberStoreReader, Protocol):
 
     def merge(self, max_seconds: float = 60.0) -> bool:
         """Tidy up for so long; return whether all was done."""
-        return True
 
     def close(self) -> None:
         """Close files and connections."""

@@ -3,6 +3,7 @@
 import threading
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +20,8 @@ from vitals_collector.numbers.interface import (
     Columns,
     ColumnValues,
     CurveRequest,
+    DeletedRows,
     DownsampledCurve,
-    NumberStore,
     RowSpan,
     SeriesKey,
     StreamKey,
@@ -49,7 +50,7 @@ class _StoredRows(NamedTuple):
     rows: _Rows
 
 
-class MemoryNumberStore(NumberStore):
+class MemoryNumberStore:
     """Rows in order of arrival; reads scan all of them."""
 
     def __init__(self) -> None:
@@ -87,6 +88,25 @@ class MemoryNumberStore(NumberStore):
                     of_runs[run_id][stream[0], stream[1]] = mark
         return of_runs
 
+    def has_holes(self, run_id: str) -> bool:
+        """Return False: no disk holds these rows."""
+        return False
+
+    def check_place(self) -> None:
+        """Do nothing: memory can always be read."""
+
+    def write_lock(self) -> AbstractContextManager[object]:
+        """No lock: nothing here takes long."""
+        return nullcontext()
+
+    def missing(self, key: StreamKey) -> list[tuple[int, int]]:
+        """Return nothing: no disk holds these rows."""
+        return []
+
+    def wanted(self, key: StreamKey, before: int) -> int:
+        """Return -1: no disk holds these rows."""
+        return -1
+
     def kinds(self, run_id: str, stream: str) -> dict[str, str]:
         """Return the columns of the stream's rows, each with its type."""
         kinds: dict[str, list[str]] = defaultdict(list)
@@ -123,10 +143,11 @@ class MemoryNumberStore(NumberStore):
     ) -> list[DownsampledCurve]:
         """Return each curve's measured values on the branch; every one, however few are wanted."""
         whole = []
-        for span, column, _ in curves:
-            points = points_of(self.scan(span, [*POINT, column]), column)
-            points = on_branch(points, span.stream, attempts, branch)
-            ordered = order_curve(points, span.stream, attempts, branch)
+        for curve in curves:
+            span, stream = curve.span, curve.span.stream
+            points = points_of(self.scan(span, [*POINT, curve.column]), curve.column)
+            points = on_branch(points, stream, attempts, branch)
+            ordered = order_curve(points, stream, attempts, branch)
             whole.append(DownsampledCurve(ordered, len(points)))
         return whole
 
@@ -135,6 +156,10 @@ class MemoryNumberStore(NumberStore):
         rows = self.scan(RowSpan(run_id, stream), ["attempt", "step"])
         attempt, step = rows["attempt"].values, rows["step"].values
         return {i: int(step[attempt == i].max()) for i in np.unique(attempt).tolist()}
+
+    def deleted_rows(self, run_id: str) -> list[DeletedRows]:
+        """Return nothing: no rows in memory are rolled up."""
+        return []
 
     def _stored_parts(self, run_id: str, stream: str) -> list[_StoredRows]:
         with self._lock:
@@ -157,8 +182,9 @@ class MemoryNumberStore(NumberStore):
             ]
         return sum(part.rows.nbytes for part in parts)
 
-    def check_place(self) -> None:
-        """Do nothing: memory can always be read."""
+    def merge(self, max_seconds: float = 60.0) -> bool:
+        """Do nothing: rows stay as they came."""
+        return True
 
     def close(self) -> None:
         """Do nothing: the rows go with the process."""
