@@ -215,7 +215,8 @@ def _last_step(connection: Connection, run_id: str) -> int:
 def check_checkpoint(checkpoint_id: str, announced: Iterable[tuple[str, str]]) -> None:
     """Refuse a checkpoint that the run did not announce, or that is not healthy. Pure.
 
-    "" is the latest healthy one, chosen by the run. ``announced``: id and state of each checkpoint.
+    An empty id is the latest healthy one, chosen by the run. ``announced`` has the id and the state
+    of each of its checkpoints.
 
     Raises:
         UsageError: it names those that are healthy.

@@ -158,7 +158,7 @@ def list_silences(
 
 
 def check_alert(store: Store, fingerprint: str, reach: frozenset[str] | None) -> None:
-    """Raise UsageError for an unknown alert, or one of none of these runs."""
+    """Raise UsageError for an unknown alert, or one that belongs to none of these runs."""
     with store.read_transaction() as connection:
         if reach is not None and not _is_alert_in_reach(connection, fingerprint, reach):
             raise unknown_alert(fingerprint)

@@ -54,8 +54,9 @@ NOW = cast(func.extract("epoch", func.clock_timestamp()) * 1_000_000_000, BigInt
 class Lease:
     """One name, held by one collector at a time. Thread-safe.
 
-    If the store is not shared with other collectors, the lease is always held. ``process_place``
-    names a resource that this process holds exclusively; "" without one.
+    The clock's monotonic time decides when to stop as the holder. If the store is not shared with
+    other collectors, the lease is always held. ``process_place`` names a resource that this process
+    holds exclusively; "" without one.
     """
 
     def __init__(
@@ -163,8 +164,8 @@ def acquire_leases(
 ) -> dict[str, int]:
     """Renew the holder's leases, or acquire those that have expired or whose process has ended.
 
-    Returns the epoch of each held lease, none of another collector's. Epochs of the holder's leases
-    stay if it never stopped to act as the holder (``is_held``).
+    Call it in a transaction. Return the epoch of each held lease, none of another collector's. An
+    epoch stays if the holder never stopped to act as one (``is_held``).
     """
     _limit_lock_time(connection)
     rows = [
@@ -297,7 +298,10 @@ FOR EACH ROW WHEN (NEW.commit_extra_info IS NOT NULL) EXECUTE FUNCTION vitals_fe
 
 
 def install_lake_fence(connection: Connection) -> None:
-    """Make the lake's catalog refuse commits of former owners, from now on."""
+    """Make the lake's catalog refuse commits of former owners, from now on.
+
+    Leases and catalog are in the database of this connection, which is in a transaction.
+    """
     lock_migrations(connection)
     connection.execute(text(_REFUSE))
     if connection.execute(_FENCED).first() is None:

@@ -53,7 +53,9 @@ class _OwnedRun:
 class RunOwners(RunClaims):
     """The runs that this collector owns. Thread-safe; ``start`` renews its leases in a thread.
 
-    ``url`` is this collector's URL for agents, "" if unknown; ``process_place`` is as in ``Lease``.
+    The store has a lake, and the database that the collectors share. The clock's monotonic time
+    decides when a lease has expired. ``url`` is this collector's URL for agents, "" if unknown;
+    ``process_place`` is as in ``Lease``.
 
     Raises:
         StorageError: the database does not support refusing former owners.

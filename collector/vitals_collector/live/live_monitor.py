@@ -362,8 +362,8 @@ class FollowedRun:
         """Read about ``budget`` missing rows; return their number.
 
         Writers that are behind are read first, so that a rank's stored rows never count as late.
-        The snapshot ``moment`` is taken after the added rows were committed; with ``has_more``, the
-        store may have rows that were never added.
+        The snapshot ``moment`` is taken after the added rows were committed, and ``now_ns`` is by
+        the clock of ``advance``. With ``has_more``, the store may have rows that were never added.
         """
         fresh = self._fresh
         if has_more or self._is_read_due(now_ns):

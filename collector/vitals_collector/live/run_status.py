@@ -457,8 +457,9 @@ class RunStatusCache:
     ) -> set[str]:
         """Refresh the states of runs and return the refreshed runs.
 
-        With ``only_new``, only runs with urgent news, otherwise all that may change; of all runs,
-        or those in ``of``, except for those that other collectors refresh (``exclude``).
+        With ``only_new``, refresh only runs with urgent news, otherwise all that may change. ``of``
+        limits that to some runs; others refresh those in ``exclude``. The connection is that of a
+        ``Store.read_transaction``.
         """
         with self._lock:
             touched = self._touched

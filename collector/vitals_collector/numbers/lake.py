@@ -279,7 +279,7 @@ class Lake(OpenLake):
     def sizes(self, run_id: str | None = None) -> dict[str, int]:
         """Return about how many bytes of the files are each run's: by its share of the rows.
 
-        Of all runs, or one.
+        With a run id, only that run is measured.
         """
         totals: dict[int, int] = {}
         run = None if run_id is None else self.catalogue.run_number(run_id)
@@ -323,9 +323,10 @@ class Lake(OpenLake):
     ) -> RollUpResult:
         """Replace most ranks' rows of some steps by statistics over the ranks, in one commit.
 
-        The rows of rank 0 and of ``num_worst`` ranks stay, or all (``is_whole``). For each numeric
-        column the stream ``ranks`` gets ``NAME:min``, ``mean`` and ``max`` of the finite values,
-        ``num`` (their number) and ``nonfinite``, over the other ranks of a step, and ``num_ranks``.
+        The rows of rank 0 and of the ``num_worst`` worst ranks stay, or all (``is_whole``). For
+        each numeric column the stream ``ranks`` gets ``NAME:min``, ``mean`` and ``max`` of the
+        finite values, ``num`` (their number) and ``nonfinite``, over the other ranks of a step, and
+        ``num_ranks``.
         """
         planned = lake_rollup.plan(
             self.engine, self.catalogue, run_id, window, num_worst, is_whole=is_whole, reason=reason

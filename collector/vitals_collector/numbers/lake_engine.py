@@ -412,7 +412,10 @@ class _FileBounds(NamedTuple):
 
 
 class FileChecksums:
-    """Checksums of the files in the tables' directories. Thread-safe."""
+    """Checksums of the files in the tables' directories. Thread-safe.
+
+    ``file_store`` has the files, and the checksums that the lake does not have yet.
+    """
 
     def __init__(self, file_store: FileStore, ask: Ask) -> None:
         self._place, self._ask = file_store, ask
@@ -749,8 +752,8 @@ class LakeEngine:
 
         A commit that merges files cannot store their checksums (DuckLake does not support it): they
         are in separate files until ``keep_checksums``. ``epochs`` are of the leases of the written
-        runs: after another collector has acquired one, the catalog's database refuses the commit
-        (``cluster.leases.install_lake_fence``).
+        runs: after another collector has acquired one, the catalog's database refuses the commit,
+        in the same transaction (``cluster.leases.install_lake_fence``).
 
         Raises:
             StorageError: nothing was changed, or (``is_unsure``) the result is unknown.

@@ -307,7 +307,7 @@ def fetch_group(
     group: CurveGroup,
     narrowed: Sequence[Callable[[RowSelection], RowSelection]] = (lambda c: c,),
 ) -> FetchedRows:
-    """Return a group's rows; if several selections are narrowed, together those that each gives."""
+    """Return a group's rows: together those that each function in ``narrowed`` leaves of them."""
     selection, cell = select_span(group.span, group.run, group.places), ""
     if group.column == "source":
         is_by_rank = all(rank_of(source) != NOT_A_RANK for source in group.cells)

@@ -187,8 +187,9 @@ def check_query(
 ) -> None:
     """Raise an error unless the text is a query over the views.
 
-    ``taken`` are lower-case names in the engine or an attached database: a part of a query may not
-    have such a name, because it would be resolved outside its scope.
+    ``views`` are the offered names, in lower case. ``taken`` are lower-case names in the engine or
+    an attached database: a part of a query may not have such a name, because it would be resolved
+    outside its scope.
 
     Raises:
         UsageError: not SQL, more than one statement, not a SELECT or EXPLAIN of one, or it uses

@@ -200,9 +200,10 @@ class BackupResult:
 def backup(data: Path, target: Path, *, copied: Callable[[], None] | None = None) -> BackupResult:
     """Copy the data directory's store to a new directory, 0700, and return a summary.
 
-    It contains everything that was acknowledged before the call; a collector may run on it. If the
-    file system supports hard links, files of rows are linked and take no space: move the copy to
-    another disk. ``copied`` is called between copying and checking (for tests).
+    A collector may run on ``data``; the copy contains everything that was acknowledged before the
+    call. The parent of ``target`` exists. If the file system supports hard links, files of rows are
+    linked and take no space: move the copy to another disk. ``copied`` is called between copying
+    and checking (for tests).
 
     Raises:
         UsageError: the target exists, or there is no store in ``data``.
