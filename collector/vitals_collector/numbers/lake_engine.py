@@ -439,7 +439,7 @@ class FileChecksums:
         return path, -1 if checksum is None else checksum
 
     def check_files_of_runs(self, table: str, *runs: int) -> None:
-        """Raise StorageError if a file that may hold rows of the runs is damaged."""
+        """Check each file that may hold rows of the runs once; raise StorageError for damage."""
         self._check_needed_files(
             table, lambda _, bounds: any(bounds.min_run <= run <= bounds.max_run for run in runs)
         )
