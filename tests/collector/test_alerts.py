@@ -235,7 +235,7 @@ def test_what_is_told_is_what_is_stored_also_where_the_start_moved_while_it_was_
     desk: Desk,
 ):
     told: list[AlertView] = []
-    desk.inbox = Inbox(desk.store, clock=desk.clock, tell=told.append)
+    desk.inbox = Inbox(desk.store, clock=desk.clock, tell=told.append, hush=told.append)
     for seconds in (0, 20):
         desk.clock.advance(seconds)
         desk.look("lost")

@@ -112,7 +112,5 @@ def main() -> None:
         sys.exit(UNREADABLE)
 
 
-__all__ = ["AppriseNotifier"]
-
 if __name__ == "__main__":
     main()

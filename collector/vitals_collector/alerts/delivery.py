@@ -2,17 +2,16 @@
 
 An alert's state waits for a receiver until it was delivered, acknowledged, silenced, or replaced by
 a later state; a refusal (4xx) is retried too, at growing intervals. Its delivery id is the same for
-every try, also after a restart. Deliveries are recorded (``deliveries.SqlLedger``), so another
-collector can continue: after a kill between a delivery and its record, the delivery is repeated
-with the same id, and none is lost.
+every try, also after a restart. Deliveries are recorded (``deliveries``), so another collector can
+continue: after a kill between a delivery and its record, the delivery is repeated with the same id,
+and none is lost.
 """
 
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -20,6 +19,7 @@ from trainvitals.alerting import fingerprint
 from trainvitals.clock import Clock
 from trainvitals.errors import StorageError
 from trainvitals.views import AlertView
+from vitals_collector.alerts.deliveries import DeliveryCheck, SqlDeliveryLedger
 from vitals_collector.alerts.notifiers import DeliveryResult, Notifier, delivery_id
 from vitals_collector.storage.store import SteadyClock
 
@@ -54,31 +54,6 @@ class DispatchConfig:
     """So is one that refused this many deliveries in a row."""
     repost_seconds: float = 60.0
     """Interval of reposts of a firing alert to a receiver that wants them."""
-
-
-class DeliveryCheck(NamedTuple):
-    """Due alerts that still have to be delivered."""
-
-    due: frozenset[str]
-    """Fingerprints to deliver now."""
-    had: frozenset[str]
-    """Fingerprints of those that the receiver has had, or does not need."""
-
-
-class DeliveryLedger(Protocol):
-    """Records deliveries, and checks alerts for changes since they were queued."""
-
-    def check(self, receiver: str, alerts: Sequence[AlertView], *, reposts: bool) -> DeliveryCheck:
-        """Return which of the alerts the receiver still needs."""
-        ...
-
-    def record(self, receiver: str, alerts: Sequence[AlertView]) -> None:
-        """Note, durably, that the receiver has had the alerts' states."""
-        ...
-
-    def heard_by(self, alert: AlertView) -> frozenset[str]:
-        """Return the receivers that have had the alert's state."""
-        ...
 
 
 @dataclass(slots=True)
@@ -151,7 +126,7 @@ class Dispatcher:
         config: DispatchConfig | None = None,
         on_settled: Callable[[AlertView], None] | None = None,
         report: Callable[[AlertView], None] | None = None,
-        ledger: DeliveryLedger | None = None,
+        ledger: SqlDeliveryLedger | None = None,
         is_pager: Callable[[], bool] = lambda: True,
     ) -> None:
         self.notifiers = tuple(notifiers)
@@ -175,10 +150,8 @@ class Dispatcher:
     def resume(self, alert: AlertView, *, active_since: float | None = None) -> None:
         """Queue an alert again for the receivers that do not have it in their queue.
 
-        Args:
-            alert: the state.
-            active_since: when it started by this collector's clock, in seconds: an escalation
-                counts from there. None: now.
+        Its escalation counts from ``active_since``, in seconds of this collector's clock; None:
+        now.
         """
         with self._lock:
             lines = [line for line in self._lines.values() if alert.fingerprint not in line.waiting]
@@ -212,9 +185,7 @@ class Dispatcher:
     def withdraw(self, fingerprint: str, *, keep_posting: bool = False) -> None:
         """Drop a silenced or acknowledged alert from the receivers' queues.
 
-        Args:
-            fingerprint: the alert's fingerprint.
-            keep_posting: keep it for receivers with reposts until it resolves.
+        With ``keep_posting``, receivers with reposts keep it until it resolves.
         """
         with self._lock:
             for line in self._lines.values():
@@ -271,9 +242,8 @@ class Dispatcher:
         """Deliver everything that is due; return the seconds until the next delivery, or None."""
         for line in self._lines.values():
             self._process_queue(line)
-        waits = [
-            self._seconds_until_due(line) for line in self._lines.values()
-        ]  # one may put to others
+        # After all of them: one may put to others.
+        waits = [self._seconds_until_due(line) for line in self._lines.values()]
         return min((wait for wait in waits if wait is not None), default=None)
 
     def start(self) -> None:
@@ -369,19 +339,14 @@ class Dispatcher:
         """Return the alerts that the receiver still needs, by the store if it is readable."""
         name = line.notifier.name
         if line.unrecorded:
-            self._record_deliveries(
-                line, []
-            )  # otherwise the end of a delivered alert would not be delivered
+            # Otherwise the end of a delivered alert would not be delivered.
+            self._record_deliveries(line, [])
         fresh = [w for w in due if w.settled or not self._has_delivered(line, w.alert)]
         checked = DeliveryCheck(frozenset(w.alert.fingerprint for w in fresh), frozenset())
         alerts = [w.alert for w in fresh]
         if self._ledger is not None and alerts:
             try:
-                checked = self._ledger.check(
-                    name,
-                    alerts,
-                    reposts=line.notifier.reposts,
-                )
+                checked = self._ledger.check(name, alerts, reposts=line.notifier.reposts)
             except StorageError as error:  # rather deliver twice than not at all
                 _LOG.warning("receiver %s: delivering without the delivery log: %s", name, error)
         for item in due:
@@ -531,6 +496,3 @@ def _receiver_failing_alert(receiver: str, error: str, now: int) -> AlertView:
 def resolve_alert(alert: AlertView, now: int) -> AlertView:
     """Return the alert as it is once it is over."""
     return replace(alert, state="resolved", updated_unix_ns=now, ended_unix_ns=now)
-
-
-__all__ = ["DeliveryCheck", "DeliveryLedger", "DispatchConfig", "Dispatcher", "resolve_alert"]

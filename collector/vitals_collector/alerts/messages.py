@@ -65,6 +65,3 @@ def build_alert_message(alert: AlertView, links: AlertLinks, ack_link: str = "")
     if ack_link:
         lines.append(f"Acknowledge: {ack_link}")
     return AlertMessage(f"{prefix}: {alert.title}{run}", "\n".join(lines))
-
-
-__all__ = ["AlertLinks", "AlertMessage", "alert_details", "build_alert_message"]

@@ -214,7 +214,6 @@ def _alertmanager_alert(
 
 
 def _alertmanager_time(unix_ns: int) -> str:
-    """Return a time in the format of Alertmanager's API."""
     return datetime.fromtimestamp(unix_ns / 1e9, tz=UTC).isoformat(timespec="milliseconds")
 
 
@@ -261,11 +260,7 @@ def redacted(url: str) -> str:
 
 
 def refuse_address(text: str) -> None:
-    """Raise an error for an address that no receiver has: link-local or metadata.
-
-    Raises:
-        ConfigError: it is one.
-    """
+    """Raise ConfigError for an address that no receiver has: link-local or metadata."""
     address = ipaddress.ip_address(text.partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None) or address
     if (

@@ -185,7 +185,6 @@ def _resolve_url(owner: str, url: str, env: str) -> str:
 
 
 def _check_receiver(receiver: ReceiverSettings, names: list[str]) -> None:
-    """Refuse a receiver of alerts whose settings are invalid."""
     name = receiver.name
     if not 0 < len(name) <= 64 or not name.isprintable() or name == "log" or names.count(name) > 1:
         raise ConfigError(
@@ -228,6 +227,3 @@ def _check_apprise(receiver: ReceiverSettings) -> None:
             f"receiver {name!r}: apprise cannot read its address {redacted(receiver.url)}",
             hint='`kind = "webhook"` is for an address of your own',
         )
-
-
-__all__ = ["NotifierSettings", "ReceiverSettings", "load_notifier_settings", "notifier_settings"]

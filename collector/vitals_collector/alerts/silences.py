@@ -188,15 +188,3 @@ def _silence_view(row: Row[Any], num_firing: int) -> SilenceView:
         ends_unix_ns=row.ends_unix_ns,
         num_firing=num_firing,
     )
-
-
-__all__ = [
-    "ActiveSilences",
-    "add_silence",
-    "end_silence",
-    "load_active_silences",
-    "load_open_silences",
-    "names_run",
-    "parse_matchers",
-    "unknown_silence",
-]

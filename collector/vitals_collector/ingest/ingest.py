@@ -69,13 +69,7 @@ from trainvitals.rows import Schema, column_of, rows_of
 from trainvitals.wire import Batch, IngestReply, ResendableBatch, decode_batch
 from vitals_collector.ingest import projections
 from vitals_collector.numbers.interface import StreamKey
-from vitals_collector.storage.schema import (
-    forgotten,
-    measured_columns,
-    runs,
-    sources,
-    streams,
-)
+from vitals_collector.storage.schema import forgotten, measured_columns, runs, sources, streams
 from vitals_collector.storage.store import (
     PreparedStatement,
     Store,
@@ -148,10 +142,7 @@ the collector to send it to."""
 def ingest(store: Store, raw: bytes, *, received_unix_ns: int = 0) -> IngestReply:
     """Store the batch and return once it is durable; a batch sent again changes nothing.
 
-    Args:
-        store: target store.
-        raw: one batch as ``trainvitals.wire`` defines it.
-        received_unix_ns: this collector's clock, or 0 if the batch was found in a directory.
+    ``received_unix_ns`` is this collector's clock, or 0 if the batch was found in a directory.
 
     Raises:
         FormatError: damaged, inconsistent, or of a newer version; nothing was stored.
@@ -199,12 +190,8 @@ def store_bodies(
 ) -> list[tuple[BatchResult, ...] | NotOwnerError]:
     """Store the batches of all bodies in one transaction; return the result of each, in order.
 
-    Args:
-        store: target store.
-        bodies: the batches, by sender.
-        received_unix_ns: this collector's clock.
-        asking: for each body, whether its sender wants a query before a gap counts as lost.
-        principals: for each body, its sender; empty if all of them may write to all runs.
+    ``asking`` has for each body whether its sender wants a query before a gap counts as lost;
+    ``principals`` has its sender, and is empty if all of them may write to all runs.
 
     Raises:
         StorageError: the database refused; nothing was stored.
@@ -313,7 +300,6 @@ def reply_to_body(stored: Sequence[BatchResult] | NotOwnerError) -> Answer:
 
 
 def _refused_result(error: FormatError) -> BatchResult:
-    """Return the result of a refused batch."""
     reply = IngestReply(
         durable_seq=-1, num_new=0, num_duplicate=0, code=error.code, text=error.text
     )
@@ -376,7 +362,7 @@ def _store_batches(written: _IngestTarget, batches: Sequence[Batch]) -> list[Bat
     # Removed runs are looked up only for new streams: the removal deleted the known ones.
     unknown = [batch for batch, key in zip(batches, keys, strict=True) if key not in offsets]
     removed = _load_removed_runs(connection, unknown)
-    unknown = _drop_removed_batches(unknown, removed)
+    unknown = [batch for batch in unknown if not is_of_removed_run(batch, removed)]
     foreign = _find_foreign_batches(connection, unknown, named)
     unknown = [batch for batch in unknown if id(batch) not in foreign]
     _register_streams(connection, store, offsets, unknown, named)
@@ -495,7 +481,6 @@ def _acknowledge_up_to_hole(
 
 
 # -------------------------------------------------------------------- offsets of the streams
-
 
 EVENTS = "events"
 """The stream whose rows are stored in the database."""
@@ -680,14 +665,8 @@ def _check_gap(batch: Batch, offset: StreamOffset, received_unix_ns: int) -> Non
 
 def _fits_int64(identity: Identity) -> bool:
     """Return whether the numbers of a batch's writer fit in database columns."""
-    numbers = (
-        identity.pid,
-        identity.rank,
-        identity.local_rank,
-        identity.world_size,
-        identity.started_unix_ns,
-    )
-    return all(-_MAX_INT64 <= number <= _MAX_INT64 for number in numbers)
+    numbers = identity.pid, identity.rank, identity.local_rank, identity.world_size
+    return all(-_MAX_INT64 <= n <= _MAX_INT64 for n in (*numbers, identity.started_unix_ns))
 
 
 def _source_row(identity: Identity) -> dict[str, str | int]:
@@ -766,11 +745,6 @@ def is_of_removed_run(batch: Batch, removed: Mapping[str, int]) -> bool:
     """Return whether the batch belongs to a start before its run was removed."""
     identity = batch.header.identity
     return identity.run_id in removed and identity.started_unix_ns <= removed[identity.run_id]
-
-
-def _drop_removed_batches(new: Sequence[Batch], removed: Mapping[str, int]) -> list[Batch]:
-    """Return the batches that may be stored."""
-    return [batch for batch in new if not is_of_removed_run(batch, removed)]
 
 
 # ---------------------------------------------------------------------------- owners of batches
@@ -985,11 +959,9 @@ def _find_row_errors(schema: Schema, batches: Sequence[Batch]) -> Iterator[tuple
     expected = np.repeat(firsts - starts, counts) + np.arange(len(rows))
     is_wrong = rows["seq"] != expected
     if is_wrong.any():
+        text = "the rows' sequence numbers are not those the header gives"
         for row_index in np.flatnonzero(np.logical_or.reduceat(is_wrong, starts)):
-            yield (
-                int(row_index),
-                FormatError("the rows' sequence numbers are not those the header gives"),
-            )
+            yield int(row_index), FormatError(text)
     for i, batch in enumerate(batches) if is_events else ():
         if not _has_valid_checksums(schema, batch.rows):
             yield i, FormatError("the checksum of an event's row does not hold")
@@ -1034,9 +1006,11 @@ def _record_batches(
         newest = min(summary.newest_unix_ns, received_unix_ns or summary.newest_unix_ns)
         offset.last_unix_ns = max(newest, offset.last_unix_ns)
     moved = {id(offset): offset for offset in offsets}  # batches of a stream share one offset
-    if len(moved) != _MOVE.execute(
-        connection, [_offset_parameters(offset) for offset in moved.values()]
-    ):
+    parameters = [
+        (*o.key, o.last_seq, o.num_lost, o.last_unix_ns, o.noted_seq, o.expected_seq)
+        for o in moved.values()
+    ]
+    if len(moved) != _MOVE.execute(connection, parameters):
         raise _StaleOffsetError  # before any row refers to a removed run
     _note_columns(connection, batches, summaries)
     _note_sources(connection, offsets, summaries, received_unix_ns)
@@ -1073,12 +1047,6 @@ def _note_columns(
             insert(connection, measured_columns).on_conflict_do_nothing(),
             [dict(zip(("run_id", "stream", "name"), row, strict=True)) for row in new],
         )
-
-
-def _offset_parameters(offset: StreamOffset) -> tuple[Any, ...]:
-    """Return the SQL parameters that store a stream's offset after an ingest."""
-    offset_values = offset.last_seq, offset.num_lost, offset.last_unix_ns
-    return (*offset.key, *offset_values, offset.noted_seq, offset.expected_seq)
 
 
 def _note_sources(
@@ -1149,23 +1117,3 @@ _STEP = _HEAR.values({name: bindparam(f"new_{name}") for name in LAST})
 _HEARD_NAMES = ("of_run", "of_writer", "seen", "received")
 _HEARD = PreparedStatement(_HEAR, _HEARD_NAMES)
 _STEPPED = PreparedStatement(_STEP, (*_HEARD_NAMES, *(f"new_{name}" for name in LAST)))
-
-__all__ = [
-    "Answer",
-    "BatchResult",
-    "announce",
-    "check_batches",
-    "check_bodies",
-    "drop_stored_rows",
-    "ingest",
-    "ingest_all",
-    "ingest_bodies",
-    "is_being_removed",
-    "is_of_removed_run",
-    "key_of",
-    "lock_runs",
-    "reply_to_body",
-    "runs_in",
-    "store_batches",
-    "store_bodies",
-]

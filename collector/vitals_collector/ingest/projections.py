@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import ColumnElement, Connection, Table, bindparam, case, select, update
+from sqlalchemy import Connection, bindparam, case, select, update
 
 from trainvitals.identity import Identity
 from trainvitals.policy.evidence import describe_reading
@@ -24,6 +24,7 @@ from trainvitals.records import (
     DecisionMade,
     Event,
     EventRow,
+    Finding,
     FindingRaised,
     NamesDefined,
     Note,
@@ -49,7 +50,7 @@ from vitals_collector.storage.schema import (
     runs,
     sources,
 )
-from vitals_collector.storage.store import insert, remove_nul
+from vitals_collector.storage.store import insert, remove_nul, upsert
 
 _encode = msgspec.msgpack.encode
 _decode_info = msgspec.msgpack.Decoder(RunInfo).decode
@@ -173,7 +174,6 @@ def describe_samples(batch: BatchNoted) -> str:
 
 
 def _event_row(identity: Identity, row: EventRow) -> dict[str, Any]:
-    """Return the row of the table of events for a received event."""
     event = row.event
     return {
         "run_id": identity.run_id,
@@ -242,24 +242,28 @@ def _names_defined(
         "stream": event.stream[:16],
     }
     for number, name in event.names.items():
-        _upsert(connection, names, key | {"id": number}, {"name": remove_nul(name)})
+        upsert(connection, names, key | {"id": number}, {"name": remove_nul(name)})
 
 
 def _finding_raised(
     connection: Connection, identity: Identity, row: EventRow, event: FindingRaised
 ) -> None:
     """Store a rank's finding."""
-    finding = event.finding
-    values = _event_key(identity, row) | {
+    values = _event_key(identity, row) | finding_columns(event.finding, row.attempt)
+    connection.execute(findings.insert().values(values))
+
+
+def finding_columns(finding: Finding, attempt: int) -> dict[str, Any]:
+    """Return the columns of ``findings`` in addition to the key and the time."""
+    return {
         "step": finding.step,
-        "attempt": row.attempt,
+        "attempt": attempt,
         "rank": finding.rank,
         "kind": remove_nul(finding.kind),
         "level": finding.level,
         "detector": remove_nul(finding.detector),
         "body": _encode(finding),
     }
-    connection.execute(findings.insert().values(values))
 
 
 def _decision_made(
@@ -318,7 +322,7 @@ def _checkpoint_changed(
         "time_unix_ns": row.time_unix_ns,
     }
     newer = checkpoints.c.time_unix_ns <= row.time_unix_ns
-    _upsert(connection, checkpoints, key, values, where=newer)
+    upsert(connection, checkpoints, key, values, where=newer)
 
 
 def _run_ended(connection: Connection, identity: Identity, row: EventRow, event: RunEnded) -> None:
@@ -348,20 +352,6 @@ def _event_key(identity: Identity, row: EventRow) -> dict[str, Any]:
     }
 
 
-def _upsert(
-    connection: Connection,
-    table: Table,
-    key: dict[str, Any],
-    values: dict[str, Any],
-    where: ColumnElement[bool] | None = None,
-) -> None:
-    """Insert or update the SQL row that a received event is projected to."""
-    statement = insert(connection, table).values(key | values)
-    connection.execute(
-        statement.on_conflict_do_update(index_elements=list(key), set_=values, where=where)
-    )
-
-
 # A state that is repeated every few seconds is not written again.
 _ALIVE = (
     update(sources)
@@ -384,14 +374,3 @@ _MEANINGS: dict[type, Callable[[Connection, Identity, EventRow, Any], None]] = {
     CheckpointChanged: _checkpoint_changed,
     RunEnded: _run_ended,
 }
-
-__all__ = [
-    "apply_events",
-    "describe_event",
-    "describe_samples",
-    "loss_kind_of",
-    "note_processes",
-    "remove_nul",
-    "stored_info",
-    "task_of",
-]

@@ -140,7 +140,6 @@ def _promised_seqs(state: SpoolState, run_id: str) -> dict[StreamKey, int]:
 
 
 def _is_incarnation(text: str) -> bool:
-    """Return whether a text in a spool's state is a valid incarnation."""
     try:
         check_incarnation(text)
     except UsageError:
@@ -156,20 +155,12 @@ def _count_lost_rows(
     if not run_ids:
         return {}
     columns = streams.c
-    fields = (
-        columns.run_id,
-        columns.incarnation,
-        columns.stream,
-        columns.last_seq,
-        columns.expected_seq,
-    )
-    stream_rows = connection.execute(select(*fields).where(columns.run_id.in_(run_ids)))
+    key = (columns.run_id, columns.incarnation, columns.stream)
+    query = select(*key, columns.last_seq, columns.expected_seq)
+    stream_rows = connection.execute(query.where(columns.run_id.in_(run_ids)))
     highest_seqs = {(run, start, stream): max(seqs) for run, start, stream, *seqs in stream_rows}
     if not highest_seqs:
         removed = select(forgotten.c.run_id).where(forgotten.c.run_id.in_(run_ids))
         return None if connection.execute(removed).first() is None else {}
     lost = {key: seq - highest_seqs.get(key, -1) for key, seq in promised.items()}
     return {key: num for key, num in lost.items() if num > 0}
-
-
-__all__ = ["LostRowCounter", "num_lost_rows"]

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from sqlalchemy import Connection, func, select
+from sqlalchemy import ColumnElement, Connection, Table, func, select
 
 from trainvitals.alerting import (
     ALERTED_KINDS,
@@ -73,7 +73,7 @@ from vitals_collector.live.run_status import (
 )
 from vitals_collector.live.tail_reader import WATCHED
 from vitals_collector.storage.schema import decisions, engine_state, findings
-from vitals_collector.storage.store import SteadyClock, Store
+from vitals_collector.storage.store import SteadyClock, Store, load_state
 
 _AT_ONCE = 500
 _NAMES_AT_ONCE = 10_000
@@ -215,10 +215,7 @@ class AlertEngine:
 
         With several collectors, the pager raises alerts for its own runs and all others: new
         decisions and findings, lasting conditions, and undelivered alerts. Commands that were not
-        delivered in time expire.
-
-        Args:
-            only_new: process only what arrived since the last poll, which costs little.
+        delivered in time expire. With ``only_new``, process only what arrived since the last poll.
 
         Raises:
             StorageError: the store refused; nothing is lost, call again.
@@ -264,7 +261,6 @@ class AlertEngine:
         self._owned = owned
 
     def _is_own(self, run_id: str) -> bool:
-        """Return whether this collector owns the run."""
         return self._owned is None or run_id in self._owned
 
     def is_pager(self) -> bool:
@@ -498,21 +494,10 @@ class AlertEngine:
 
     def _consume_decisions(self, writer: Writer) -> None:
         """Raise the alerts of a writer's decisions after its cursor."""
-        run_id, incarnation = writer
-        name = _cursor_name(writer)
+        run_id, name = writer[0], _cursor_name(writer)
         while True:
             with self._store.read_transaction() as connection:
-                query = (
-                    select(decisions.c.seq, decisions.c.time_unix_ns, decisions.c.body)
-                    .where(
-                        decisions.c.run_id == run_id,
-                        decisions.c.incarnation == incarnation,
-                        decisions.c.seq > _load_cursor(connection, name),
-                    )
-                    .order_by(decisions.c.seq)
-                    .limit(_AT_ONCE)
-                )
-                rows = connection.execute(query).all()
+                rows = _next_rows(connection, decisions, writer, name)
             if not rows:
                 return
             occurrences = [
@@ -568,20 +553,9 @@ class AlertEngine:
         self, writer: Writer, cursor: str, is_finished: bool
     ) -> tuple[int, int, list[AlertOccurrence]]:
         """Return how many findings come next, the last one's number, and what they raise."""
-        run_id, incarnation = writer
+        run_id, is_alerted = writer[0], findings.c.kind.in_(ALERTED_KINDS)
         with self._store.read_transaction() as connection:
-            query = (
-                select(findings.c.seq, findings.c.time_unix_ns, findings.c.body)
-                .where(
-                    findings.c.run_id == run_id,
-                    findings.c.incarnation == incarnation,
-                    findings.c.kind.in_(ALERTED_KINDS),
-                    findings.c.seq > _load_cursor(connection, cursor),
-                )
-                .order_by(findings.c.seq)
-                .limit(_AT_ONCE)
-            )
-            rows = connection.execute(query).all()
+            rows = _next_rows(connection, findings, writer, cursor, is_alerted)
             decided = _decided_steps(connection, writer) if rows else {}
             loss_kind = loss_kind_of(connection, run_id) if rows else ""
         timed_findings = [
@@ -645,7 +619,8 @@ class AlertEngine:
             for finding in self._watching.conditions(run.run_id):
                 named = _named_alerts(finding, run)
                 if finding.kind == "stalled" and not hang:
-                    hang = self._hang_of(run)
+                    with self._store.read_transaction() as connection:
+                        hang = hang_of(connection, run.run_id, run.last_step)
                 if finding.kind == "stalled" and (
                     hang or any(alert.severity == "page" for alert in absences)
                     # this explains the stall, and was reported; if it was reported before, it still
@@ -685,11 +660,6 @@ class AlertEngine:
         elif run.run_id in over_cap:
             conditions = (*conditions, alert_for_cap(run.run_id, over_cap[run.run_id]))
         return replace(run, conditions=conditions, lasting=lasting)
-
-    def _hang_of(self, run: RunStatus) -> str:
-        """Return the latest hang of a run, if no step followed it."""
-        with self._store.read_transaction() as connection:
-            return hang_of(connection, run.run_id, run.last_step)
 
     def _alerts_for_absent(self, run: RunStatus, parts: AbsentParts) -> list[Alert]:
         """Return the alerts about a run's lost nodes, ranks and agents."""
@@ -778,16 +748,9 @@ def build_alert_service(
 ) -> AlertService:
     """Return inbox, engine and dispatcher over one store; nothing runs yet.
 
-    Args:
-        store: store that they read and write.
-        notifiers: destinations of alerts.
-        clock: current time.
-        config: settings of the engine.
-        inbox_config: when alerts fire and resolve.
-        up_since_unix_ns: since when rows could be received.
-        is_shared: other collectors may use the store: one of them watches and delivers.
-        host_port: a resource that this process holds exclusively (``cluster.leases``).
-        is_pager: whether this collector delivers; None: decided by its lease.
+    Rows could be received since ``up_since_unix_ns``. With ``is_shared``, other collectors may use
+    the store: one of them watches and delivers, chosen by its lease unless ``is_pager`` decides.
+    ``host_port`` is a resource that this process holds exclusively (``cluster.leases``).
     """
     lease = Lease(store, PAGER, clock=clock, is_shared=is_shared, process_place=host_port)
     notifiers = list(notifiers)
@@ -846,10 +809,27 @@ def _cursor_name(writer: Writer, what: str = "decisions") -> str:
     return f"{what}/{writer[0]}/{writer[1]}"
 
 
+def _next_rows(
+    connection: Connection,
+    table: Table,
+    writer: Writer,
+    cursor: str,
+    *conditions: ColumnElement[bool],
+) -> Sequence[Any]:
+    """Return a writer's next decisions or findings after its cursor, in order."""
+    of = table.c
+    query = select(of.seq, of.time_unix_ns, of.body).where(
+        of.run_id == writer[0],
+        of.incarnation == writer[1],
+        of.seq > _load_cursor(connection, cursor),
+        *conditions,
+    )
+    return connection.execute(query.order_by(of.seq).limit(_AT_ONCE)).all()
+
+
 def _load_cursor(connection: Connection, name: str) -> int:
     """Return the number of a writer's last event that the alert engine consumed."""
-    query = select(engine_state.c.body).where(engine_state.c.name == name)
-    body = connection.execute(query).scalar()
+    body = load_state(connection, name)
     return -1 if body is None else msgspec.msgpack.decode(body, type=int)
 
 
@@ -870,6 +850,3 @@ def _cursors(connection: Connection, what: str, writers: Iterable[Writer] | None
         for row in connection.execute(select(name, engine_state.c.body).where(where))
     ]
     return {name: msgspec.msgpack.decode(body, type=int) for name, body in rows}
-
-
-__all__ = ["AlertEngine", "AlertService", "EngineConfig", "build_alert_service"]

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from trainvitals.errors import UNREADABLE, StorageError
 from trainvitals.records import Finding, HangLimits, RanksStill, TrainingPaused
 from trainvitals.rows import Schema
 from trainvitals.wire import Batch
+from vitals_collector.ingest.projections import finding_columns
 from vitals_collector.live.scalar_watch import (
     SCALARS,
     ScalarState,
@@ -45,7 +46,6 @@ from vitals_collector.live.step_join import (
     NodeSamples,
     RowWriters,
     StepMerger,
-    Writer,
     decode_rank_rows,
     host_rows,
     step_columns,
@@ -60,12 +60,17 @@ from vitals_collector.live.tail_reader import (
     TailReader,
 )
 from vitals_collector.storage.schema import checkpoints, engine_state, events, findings, streams
-from vitals_collector.storage.store import ReadSnapshot, Store, insert, remove_nul
+from vitals_collector.storage.store import (
+    ReadSnapshot,
+    Store,
+    insert,
+    load_state,
+    save_states,
+)
 
 _LOG = logging.getLogger("vitals.collector.watching")
 
 # -------------------------------------------------------- how far the watchers are, as it is stored
-
 
 _ASIDE = "watching-aside/"
 
@@ -86,13 +91,16 @@ class _SavedProgress(msgspec.Struct):
 
 def load_watch_progress(connection: Connection, run_id: str) -> dict[str, int]:
     """Return by ``incarnation/stream`` up to which row the watchers are done with a run."""
-    return _load_done(connection, run_id).done
+    return _load_saved(connection, run_id, _SavedProgress).done
 
 
-def _load_done(connection: Connection, run_id: str) -> _SavedProgress:
-    query = select(engine_state.c.body).where(engine_state.c.name == watch_state_name(run_id))
-    body = connection.execute(query).scalar()
-    return _SavedProgress() if body is None else msgspec.msgpack.decode(body, type=_SavedProgress)
+_Saved = TypeVar("_Saved", bound=msgspec.Struct)
+
+
+def _load_saved(connection: Connection, run_id: str, part: type[_Saved]) -> _Saved:
+    """Return a part of a run's stored state; its defaults if the run was not watched."""
+    body = load_state(connection, watch_state_name(run_id))
+    return part() if body is None else msgspec.msgpack.decode(body, type=part)
 
 
 class _SavedOnsets(msgspec.Struct):
@@ -112,11 +120,7 @@ class WatchedOnsets(NamedTuple):
 
 def watched_onsets(connection: Connection, run_id: str) -> WatchedOnsets | None:
     """Return a run's onsets as detected live; None: the run was not watched."""
-    query = select(engine_state.c.body).where(engine_state.c.name == watch_state_name(run_id))
-    body = connection.execute(query).scalar()
-    if body is None:
-        return None
-    saved = msgspec.msgpack.decode(body, type=_SavedOnsets)
+    saved = _load_saved(connection, run_id, _SavedOnsets)
     if saved.onsets is None:
         return None
     return WatchedOnsets(tuple(saved.onsets), saved.judged_from, saved.last[:2])
@@ -129,11 +133,7 @@ class _SavedConditions(msgspec.Struct):
 
 def conditions_of(connection: Connection, run_id: str) -> tuple[Finding, ...]:
     """Return the findings of fleet detectors whose condition held at the last step."""
-    query = select(engine_state.c.body).where(engine_state.c.name == watch_state_name(run_id))
-    body = connection.execute(query).scalar()
-    if body is None:
-        return ()
-    saved = msgspec.msgpack.decode(body, type=_SavedConditions)
+    saved = _load_saved(connection, run_id, _SavedConditions)
     return (*saved.open, *saved.lasting)
 
 
@@ -149,7 +149,7 @@ def unread_runs(connection: Connection, of: Collection[str] | None = None) -> li
         query = query.where(table.run_id.in_(of))
     unread = []
     for run_id, rows in groupby(connection.execute(query).all(), key=lambda row: row.run_id):
-        done, has_scalars = _load_done(connection, run_id), False
+        done, has_scalars = _load_saved(connection, run_id, _SavedProgress), False
         for row in rows:
             if row.stream == SCALARS:
                 has_scalars = True
@@ -188,7 +188,6 @@ def delete_watch_progress(connection: Connection, run_id: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------ one run
-
 
 _decode_pause = msgspec.msgpack.Decoder(TrainingPaused).decode
 _LOOK_NS = 30_000_000_000
@@ -231,7 +230,6 @@ class RunWatchState(msgspec.Struct, kw_only=True):
 
 
 # ------------------------------------------------- ranks on several nodes that make no progress
-
 
 FORGET_NS = 8_000_000_000
 """A node that is silent for longer may be running again, or lost."""
@@ -364,12 +362,8 @@ class FollowedRun:
         """Read about ``budget`` missing rows; return their number.
 
         Writers that are behind are read first, so that a rank's stored rows never count as late.
-
-        Args:
-            moment: snapshot of the store, taken after the added rows were committed.
-            budget: approximate number of rows to read.
-            now_ns: the clock of ``advance``.
-            has_more: whether the store may have rows that were never added.
+        The snapshot ``moment`` is taken after the added rows were committed, and ``now_ns`` is by
+        the clock of ``advance``. With ``has_more``, the store may have rows that were never added.
         """
         fresh = self._fresh
         if has_more or self._is_read_due(now_ns):
@@ -524,10 +518,10 @@ class FollowedRun:
             self._pass_checkpoints(self.steps.merged)
             for unjoined in rounds:
                 records += self._process_node_samples(unjoined)
-        if is_running and self.is_drained and not self._is_paused:
-            records += self._check_stall(now_ns)
         if is_running:
             at = self._now_of_run(now_ns)
+            if self.is_drained and not self._is_paused:
+                records += self._timed_findings(self.watchers.check_stall(at), at)
             records += self._timed_findings(self._still.findings_due(now_ns), at)
         if not is_running and self.is_drained:
             self._finish_scalars()
@@ -568,7 +562,6 @@ class FollowedRun:
         return gates
 
     def _process_step(self, step: MergedStep) -> list[TimedFinding]:
-        """Return what the fleet detectors find in a merged step."""
         findings = self.watchers.update(step)
         self.has_new_onset |= self._onsets.update(step)
         self.saved.last = (step.attempt, step.step, step.time_unix_ns)
@@ -577,7 +570,6 @@ class FollowedRun:
         return self._timed_findings(findings, step.time_unix_ns) if findings else []
 
     def _process_node_samples(self, host_round: NodeSamples) -> list[TimedFinding]:
-        """Return what the fleet detectors find in the samples of a node."""
         sample = NodeSample(
             node=host_round.node,
             time_unix_ns=host_round.time_unix_ns,
@@ -585,11 +577,6 @@ class FollowedRun:
             gpus=host_round.gpus,
         )
         return self._timed_findings(self.watchers.update_node(sample), host_round.time_unix_ns)
-
-    def _check_stall(self, now_ns: int) -> list[TimedFinding]:
-        """Check how long no row arrived, by this collector's clock."""
-        at = self._now_of_run(now_ns)
-        return self._timed_findings(self.watchers.check_stall(at), at)
 
     def _now_of_run(self, now_ns: int) -> int:
         """Return the current time by the clock of the run's rows."""
@@ -622,7 +609,8 @@ class FollowedRun:
 
     def build_watch_state(self, num_findings: int) -> RunWatchState:
         """Return the state to store with this many more findings. Valid after the commit."""
-        done = {"/".join(writer): seq for writer, seq in self._processed_seqs().items() if seq >= 0}
+        last_seqs = self.steps.done() | self.hosts.done()
+        done = {"/".join(writer): seq for writer, seq in last_seqs.items() if seq >= 0}
         return msgspec.structs.replace(
             self.saved,
             done=self.saved.done | done,
@@ -634,10 +622,6 @@ class FollowedRun:
             scalars=self._scalars.state(),
         )
 
-    def _processed_seqs(self) -> Mapping[Writer, int]:
-        """Return by stream the last row that need not be read again."""
-        return {**self.steps.done(), **self.hosts.done()}
-
 
 def open_run(
     connection: Connection,
@@ -646,9 +630,7 @@ def open_run(
     watch: FleetConfig | None = None,
 ) -> FollowedRun:
     """Return the run as it was stored, or from its beginning."""
-    query = select(engine_state.c.body).where(engine_state.c.name == watch_state_name(run_id))
-    body = connection.execute(query).scalar()
-    saved = RunWatchState() if body is None else msgspec.msgpack.decode(body, type=RunWatchState)
+    saved = _load_saved(connection, run_id, RunWatchState)
     watchers, steps = FleetDetectors(watch), StepMerger()
     if saved.merger:
         steps.load_state_dict(saved.merger)
@@ -664,7 +646,6 @@ def open_run(
 
 
 # ----------------------------------------------------------------------------------------- all runs
-
 
 COLLECTOR = "collector"
 """The incarnation of findings that no rank wrote."""
@@ -724,6 +705,7 @@ class LiveMonitor:
 
     With several collectors, each processes the runs that it owns; storing results of a run that
     another one has acquired in the meantime fails. ``now_ns`` is a monotonic clock throughout.
+    After a StorageError nothing is lost: call again.
     """
 
     def __init__(self, store: Store, config: LiveMonitorConfig | None = None) -> None:
@@ -763,11 +745,7 @@ class LiveMonitor:
             self._with_scalars.add(run_id)
 
     def take_over(self, run_ids: Collection[str]) -> None:
-        """Load the stored state of runs that this collector has acquired.
-
-        Raises:
-            StorageError: the store refused; call again.
-        """
+        """Load the stored state of runs that this collector has acquired."""
         if not run_ids:
             return
         with self._store.read_transaction() as connection:
@@ -793,14 +771,8 @@ class LiveMonitor:
     ) -> PollResult:
         """Process new rows of all runs, and store the detectors' findings.
 
-        Args:
-            now_ns: a monotonic clock.
-            running: runs that are running.
-            only_new: process only runs with new rows.
-            owned: runs to process, among those given to ``take_over``; None: all.
-
-        Raises:
-            StorageError: the store refused; nothing is lost, call again.
+        With ``only_new``, skip running runs without new rows. ``owned`` are runs given to
+        ``take_over``; None: all.
         """
         if owned is not None:
             followed_here = {*self._queue((), only_new=False)}
@@ -1000,15 +972,8 @@ class LiveMonitor:
             rows = [row for of_run in states for row in of_run.findings]
             if rows:
                 connection.execute(findings.insert(), rows)
-            bodies = [{"name": watch_state_name(k.followed.run_id), "body": k.body} for k in states]
-            if bodies:
-                statement = insert(connection, engine_state)
-                connection.execute(
-                    statement.on_conflict_do_update(
-                        index_elements=["name"], set_={"body": statement.excluded.body}
-                    ),
-                    bodies,
-                )
+            bodies = {watch_state_name(k.followed.run_id): k.body for k in states}
+            save_states(connection, bodies)
         return claimed_runs
 
 
@@ -1023,38 +988,6 @@ def _build_state_to_store(
 
 
 def _finding_row(run_id: str, seq: int, record: TimedFinding) -> dict[str, object]:
-    """Return the row of ``findings`` for a fleet detector's finding."""
-    finding = record.finding
-    return {
-        "run_id": run_id,
-        "incarnation": COLLECTOR,
-        "seq": seq,
-        "time_unix_ns": record.time_unix_ns,
-        "step": finding.step,
-        "attempt": record.attempt,
-        "rank": finding.rank,
-        "kind": remove_nul(finding.kind),
-        "level": finding.level,
-        "detector": remove_nul(finding.detector),
-        "body": msgspec.msgpack.encode(finding),
-    }
-
-
-__all__ = [
-    "COLLECTOR",
-    "FollowedRun",
-    "LiveMonitor",
-    "LiveMonitorConfig",
-    "PollResult",
-    "RunWatchState",
-    "TimedFinding",
-    "delete_watch_progress",
-    "load_suspended_runs",
-    "load_watch_progress",
-    "open_run",
-    "resume_watching",
-    "suspend_watching",
-    "unread_runs",
-    "watch_state_name",
-    "watched_onsets",
-]
+    key = {"run_id": run_id, "incarnation": COLLECTOR, "seq": seq}
+    columns = finding_columns(record.finding, record.attempt)
+    return {**key, "time_unix_ns": record.time_unix_ns, **columns}

@@ -125,6 +125,3 @@ def _find_restarts(
             )
         )
     return found
-
-
-__all__ = ["Lost", "Restart", "restarts_of"]

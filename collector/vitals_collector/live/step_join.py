@@ -281,7 +281,6 @@ def _layers_by_step(parts: Sequence[LayerPart]) -> dict[Key, dict[str, dict[str,
 
 # ----------------------------------------------------------------------- held until a step is whole
 
-
 Writer = tuple[str, str]
 """An incarnation and one of its streams."""
 
@@ -470,9 +469,8 @@ class StepMerger:
     def take_ready(self, now_ns: int, *, gate: Key | None = None) -> list[MergedStep]:
         """Return and drop the steps that are complete or have waited long enough.
 
-        Args:
-            now_ns: the clock by which rows were added.
-            gate: rows up to this key have all been added; None: all existing rows have.
+        ``now_ns`` is the clock by which rows were added. Rows up to the key ``gate`` have all been
+        added; None: all existing rows have.
         """
         # Called several times a second for every run, mostly without result: ranks' positions come
         # from arrays, and no row is touched before a step is known to be complete.
@@ -580,7 +578,6 @@ class StepMerger:
 
 # -------------------------------------------------------------------------------- samples of a node
 
-
 GPU_COLUMNS = (
     "memory_total_bytes",
     "throttle_reasons",
@@ -659,9 +656,8 @@ class NodeMerger:
     def take_ready(self, gates: Mapping[str, int]) -> list[NodeSamples]:
         """Return and drop the complete rounds of samples, by time.
 
-        Args:
-            gates: for a node with rows that were not added yet, the monotonic time up to which all
-                have been.
+        ``gates`` has, for a node with rows that were not added yet, the monotonic time up to which
+        all have been.
         """
         rounds: list[NodeSamples] = []
         for node, node_rows in self._nodes.items():
@@ -722,27 +718,3 @@ def host_rows(schema: Schema, rows: npt.NDArray[np.void]) -> list[HostRow]:
         HostRow(seqs[i], at[i], when[i], {name: values[i] for name, values in columns})
         for i in range(len(rows))
     ]
-
-
-__all__ = [
-    "BEFORE_ALL",
-    "GPU_COLUMNS",
-    "LAYER_COLUMNS",
-    "MOST_RANKS",
-    "RANK_COLUMNS",
-    "HostRow",
-    "Key",
-    "LayerPart",
-    "MergeConfig",
-    "MergeResult",
-    "NodeMerger",
-    "NodeSamples",
-    "RowWriters",
-    "StepMerger",
-    "Writer",
-    "WriterRows",
-    "decode_rank_rows",
-    "host_rows",
-    "merge_steps",
-    "step_columns",
-]

@@ -13,15 +13,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Row, select
 
 from trainvitals.catalog import ROW_COLUMNS
+from trainvitals.identity import Identity
 from trainvitals.rows import Column, Schema, rows_of
-from trainvitals.wire import Batch, BatchHeader
+from trainvitals.wire import Batch
 from vitals_collector.live.step_join import BEFORE_ALL, Key, RowWriters, Writer
 from vitals_collector.numbers.interface import Columns, NumberStoreReader, RowSpan
 from vitals_collector.storage.schema import names, sources, streams
@@ -107,7 +108,6 @@ class RecentRows:
 
 
 # --------------------------------------------------------------------------------------- of one run
-
 
 STEPS = ("steps", "layers")
 HOSTS = ("node", "gpu")
@@ -209,10 +209,8 @@ class _RowBlockBuilder:
 class TailReader:
     """Read position in a run's streams, and the rows to read next.
 
-    Args:
-        run_id: the run.
-        done: by ``incarnation/stream``, the sequence number up to which nothing need be read.
-        number_of: returns the number by which rows refer to a writer.
+    ``done`` has by ``incarnation/stream`` the sequence number up to which nothing need be read;
+    ``number_of`` returns the number by which rows refer to a writer.
     """
 
     def __init__(
@@ -262,7 +260,7 @@ class TailReader:
             if stream is None:
                 if kind not in WATCHED:
                     continue
-                stream = self._add_header_stream(header)
+                stream = self._add_stream((incarnation, kind), header.identity)
             last = header.first_seq + header.num_rows - 1
             if last <= stream.read_seq:
                 continue
@@ -276,38 +274,24 @@ class TailReader:
                 self._behind.pop(stream.writer, None)
         return blocks.all()
 
-    def _add_header_stream(self, header: BatchHeader) -> StreamProgress:
-        """Start to follow the stream of a committed batch."""
-        who = header.identity
-        return self._add_stream(
-            (who.incarnation, header.stream),
-            who.source,
-            who.node,
-            who.rank,
-            who.world_size,
-            who.started_unix_ns,
-            who.gpu_uuid,
-        )
-
     def _add_stream(
-        self,
-        writer: Writer,
-        source: str,
-        node: str,
-        rank: int,
-        world_size: int,
-        started: int,
-        gpu_uuid: str,
+        self, writer: Writer, about: "Identity | Row[*tuple[Any, ...]]"
     ) -> StreamProgress:
-        """Start to follow a writer's stream, after the rows that are done."""
+        """Start to follow a writer's stream, after the rows that are done.
+
+        ``about`` is the identity of the writer, or its row in ``sources``.
+        """
+        rank, world_size, started = about.rank, about.world_size, about.started_unix_ns
         done = self._done.get("/".join(writer), -1)
         number = self._number_of(writer)
-        stream = StreamProgress(writer, source, node, rank, world_size, started, number, done)
+        stream = StreamProgress(
+            writer, about.source, about.node, rank, world_size, started, number, done
+        )
         self._streams[writer] = stream
         self._largest = max(self._largest, world_size)
-        if gpu_uuid and writer[1] == "steps" and started >= self._placed.get(rank, 0):
-            self.gpus[rank], self._placed[rank] = gpu_uuid, started
-        if source == "rank:0" and writer[1] == "steps" and started >= self._head[0]:
+        if about.gpu_uuid and writer[1] == "steps" and started >= self._placed.get(rank, 0):
+            self.gpus[rank], self._placed[rank] = about.gpu_uuid, started
+        if about.source == "rank:0" and writer[1] == "steps" and started >= self._head[0]:
             self._head = (started, world_size)
         return stream
 
@@ -337,11 +321,11 @@ class TailReader:
             .where(streams.c.run_id == self._run_id, streams.c.stream.in_(sorted(WATCHED)))
             .order_by(table.started_unix_ns)
         )
-        for incarnation, kind, last_seq, *about in connection.execute(query):
-            writer = (incarnation, kind)
-            stream = self._streams.get(writer) or self._add_stream(writer, *about)
+        for row in connection.execute(query):
+            writer = (row.incarnation, row.stream)
+            stream = self._streams.get(writer) or self._add_stream(writer, row)
             if writer not in self._nameless:
-                self._note_stored_rows(stream, last_seq)
+                self._note_stored_rows(stream, row.last_seq)
 
     def read_stored(
         self, connection: Connection, numbers: NumberStoreReader, kinds: Sequence[str], budget: int
@@ -469,15 +453,3 @@ def _last_position(schema: Schema, rows: npt.NDArray[np.void]) -> Key:
     if schema.stream in HOSTS:
         return last("monotonic_ns"), 0
     return last("attempt"), last("step")
-
-
-__all__ = [
-    "HOSTS",
-    "STEPS",
-    "WATCHED",
-    "CommittedRows",
-    "RecentRows",
-    "RowBlock",
-    "StreamProgress",
-    "TailReader",
-]

@@ -111,10 +111,8 @@ def _column_stats(
         low, high = (np.where(is_finite, values, side) for side in (np.inf, -np.inf))
         bad = np.flatnonzero(~is_finite)
         num_bad = np.bincount(group[bad], minlength=len(starts))
-    lows, highs = (
-        _first_of(low, group, starts, np.minimum),
-        _first_of(high, group, starts, np.maximum),
-    )
+    lows = _first_of(low, group, starts, np.minimum)
+    highs = _first_of(high, group, starts, np.maximum)
     kind = np.where(num_bad > _MAX_NONFINITE, TOO_MANY, EXTREMES)
     bad = bad[kind[group[bad]] == EXTREMES]  # these have an entry each
     num = np.where(kind == EXTREMES, nums - num_bad, nums)

@@ -206,12 +206,7 @@ def downsample(points: Points, num_points: int, branch: Branch = "lineage") -> P
 
     From each column: the first of its least values, the last of its greatest ones and the first
     non-finite one; also both ends of the curve. Discarded attempts have separate columns, in
-    sequence.
-
-    Args:
-        points: in the order of their steps, or of their times if they have no step.
-        num_points: wanted number of points.
-        branch: branch of the points.
+    sequence. The points are in the order of their steps, or of their times if they have no step.
     """
     points, attempt = _by_branch(points, branch)
     if len(points) <= num_points:
@@ -277,10 +272,8 @@ def column_power(points: Points, num_points: int, branch: Branch = "lineage") ->
 def smooth(points: Points, weight: float, branch: Branch = "lineage") -> Points:
     """Return the debiased exponential mean over all points; non-finite values are unchanged.
 
-    Args:
-        points: as for ``downsample``; each discarded attempt has a separate mean.
-        weight: weight of the previous mean, 0 to below 1.
-        branch: branch of the points.
+    ``weight`` is that of the previous mean, 0 to below 1. The points are as for ``downsample``;
+    each discarded attempt has a separate mean.
     """
     points, attempt = _by_branch(points, branch)
     value = points.value.copy()
@@ -437,10 +430,7 @@ def sort_columns(columns: Columns, names: Sequence[str]) -> Columns:
     if np.all(step[1:] > step[:-1]):  # one writer's, mostly: a million need no sorting
         return {name: columns[name] for name in names}
     order = np.lexsort([columns[name].values for name in reversed(ORDER)])
-    return {
-        name: ColumnValues(columns[name].values[order], columns[name].is_missing[order])
-        for name in names
-    }
+    return {name: columns[name].take(order) for name in names}
 
 
 def missing_column(num: int) -> ColumnValues:
@@ -474,20 +464,25 @@ def texts_of(raw: npt.NDArray[np.bytes_]) -> npt.NDArray[np.object_]:
     return texts[index] if len(texts) else np.zeros(0, object)
 
 
-def concat_columns(columns: Sequence[ColumnValues]) -> ColumnValues:
-    """Return the columns concatenated; if types differ, converted as in ``scan``."""
-    if len(columns) == 1:
-        return columns[0]
-    there = [column.values.dtype.kind for column in columns if not column.is_missing.all()]
-    if not there:
-        return missing_column(sum(len(column.values) for column in columns))
-    kind = common_type({"O": "S", "f": "f8", "i": "i8"}[kind] for kind in there)
+def concat_columns(columns: Sequence[ColumnValues], kind: str = "") -> ColumnValues:
+    """Return the columns concatenated, with their values as ``kind``.
+
+    Without a kind, different types are converted as in ``scan``.
+    """
+    if not kind or not columns:
+        if len(columns) == 1:
+            return columns[0]
+        there = [column.values.dtype.kind for column in columns if not column.is_missing.all()]
+        if not there:
+            return missing_column(sum(len(column.values) for column in columns))
+        kind = common_type({"O": "S", "f": "f8", "i": "i8"}[of] for of in there)
     dtype: Any = {"S": object, "f8": np.float64, "i8": np.int64}[kind]
     alike = [
         column._replace(values=column.values.astype(dtype, copy=False))
         if (column.values.dtype == object) == (kind == "S")
         else ColumnValues(
-            np.zeros(len(column.values), dtype), np.ones(len(column.values), np.bool_)
+            np.full(len(column.values), "" if kind == "S" else 0, dtype),
+            np.ones(len(column.values), np.bool_),
         )
         for column in columns
     ]
@@ -536,18 +531,6 @@ def order_curve(
 ) -> Points:
     """Return the curve: stitched and by step, or by time if the rows have no step."""
     return sort_by_time(points) if stream in HOST_STREAMS else stitch(points, attempts, branch)
-
-
-def whole_curve(
-    columns: Columns, name: str, stream: str, attempts: Sequence[AttemptRow], branch: Branch
-) -> DownsampledCurve:
-    """Return every point of a curve whose rows are sorted.
-
-    Raises:
-        FormatError: the column is text.
-    """
-    points = on_branch(points_of(columns, name), stream, attempts, branch)
-    return DownsampledCurve(order_curve(points, stream, attempts, branch), len(points))
 
 
 # -------------------------------------------------------------------------------- what a store does
@@ -627,10 +610,8 @@ class NumberStoreReader(Protocol):
     ) -> list[DownsampledCurve]:
         """Return each curve's measured values on the branch; many cost little more than one.
 
-        Args:
-            curves: in any streams of one run.
-            attempts: the run's.
-            branch: ignored for streams whose rows have no step.
+        The curves may be in any streams of one run. The branch is ignored for streams without
+        steps.
 
         Raises:
             FormatError: a column is text.
@@ -684,53 +665,13 @@ class NumberStore(NumberStoreReader, Protocol):
         later.
         """
 
-    def next_window(self, run_id: str, attempt: int, size: int) -> DueWindow | None:
-        """Return the oldest steps that are not rolled up yet.
-
-        None if the attempt has no such rows of ranks other than 0. Rows that arrive after their
-        steps were rolled up stay unchanged.
-
-        Args:
-            run_id: the run.
-            attempt: the attempt.
-            size: steps of a window, a multiple of ``chunk_stats.CHUNK_STEPS``.
-        """
-
-    def roll_up(
-        self,
-        run_id: str,
-        window: StepWindow,
-        num_worst: int,
-        *,
-        is_whole: bool = False,
-        reason: Reason = "age",
-    ) -> RollUpResult:
-        """Replace most ranks' rows of some steps by statistics over the ranks, all or none.
-
-        The rows of rank 0 and of the worst ranks stay. For each numeric column the stream ``ranks``
-        gets ``NAME:min``, ``mean`` and ``max`` of the finite values, ``num`` (their number) and
-        ``nonfinite``, over the other ranks of a step, and ``num_ranks``.
-
-        Args:
-            run_id: the run.
-            window: from ``next_window``.
-            num_worst: number of worst ranks whose rows stay.
-            is_whole: keep all rows in addition to the statistics.
-            reason: reason that ``deleted_rows`` reports.
-
-        Raises:
-            StorageError: nothing was changed, or it is to be called again.
-        """
-
     def deleted_rows(self, run_id: str) -> list[DeletedRows]:
         """Return the numbers of deleted rows of the run, by stream and reason."""
 
     def delete(self, run_id: str, exclude: Collection[str] = ()) -> None:
         """Delete the run's rows; its last sequence numbers stay, so that resent rows are ignored.
 
-        Args:
-            run_id: the run.
-            exclude: incarnations that started after the removal: their rows stay.
+        Rows of incarnations that started after the removal (``exclude``) stay.
 
         Raises:
             StorageError: nothing was removed.

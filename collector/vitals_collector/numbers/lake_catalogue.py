@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.identity import CROCKFORD
 from trainvitals.rows import Column as RowColumn
 from trainvitals.rows import Schema, column_of
@@ -132,7 +133,6 @@ def _arrow_array(values: npt.NDArray[Any], is_valid: npt.NDArray[np.bool_]) -> p
 
 
 def _repeated(values: Sequence[Any], counts: npt.NDArray[np.int64], kind: pa.DataType) -> pa.Array:
-    """Return each value repeated ``counts`` times."""
     return pa.array(values, kind).take(pa.array(np.repeat(np.arange(len(values)), counts)))
 
 
@@ -295,6 +295,12 @@ class LakeRunState:
             self.holes[writer] = holes
 
 
+def numeric_columns(kinds: Mapping[str, str]) -> list[str]:
+    """Return the columns with chunk statistics and roll-ups: not those of every row."""
+    row_columns = {column.name for column in ROW_COLUMNS}
+    return [name for name, kind in kinds.items() if kind != "S" and name not in row_columns]
+
+
 def name_key(name: str) -> int:
     """Return the key of a column's name in chunk statistics: other keys are skipped in files.
 
@@ -319,11 +325,9 @@ class Catalogue:
     """Cache of the lake's catalog. Thread-safe."""
 
     def __init__(self, engine: LakeEngine, *, is_shared: bool) -> None:
-        """Make the tables that are missing, and read what there is.
+        """Create missing tables, and read what there is.
 
-        Args:
-            engine: the lake.
-            is_shared: whether others may write the runs that this process writes.
+        With ``is_shared``, others may write the runs that this process writes.
         """
         self._engine = engine
         self._is_shared = is_shared
@@ -424,11 +428,8 @@ class Catalogue:
     ) -> dict[str, LakeRunState]:
         """Return the states of runs, reading missing ones together.
 
-        A collector that takes over a hundred runs needs as many queries as for one.
-
-        Args:
-            run_ids: the runs; one that the lake does not have is known to have nothing.
-            is_fresh: include all changes by others.
+        A collector that takes over a hundred runs needs as many queries as for one. A run that the
+        lake does not have is known to have nothing. ``is_fresh``: include all changes by others.
         """
         now = time.monotonic()
         due = [run_id for run_id in run_ids if self._is_due(run_id, now, is_fresh=is_fresh)]
@@ -524,8 +525,7 @@ class Catalogue:
     ) -> list[tuple[str, str, str, str]]:
         """Return run, stream, name and type of the columns that the catalog lacks.
 
-        Args:
-            written: by run and stream, the columns with their types.
+        ``written`` has by run and stream the columns with their types.
         """
         new = []
         for run_id, streams in written.items():

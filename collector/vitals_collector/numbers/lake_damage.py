@@ -17,7 +17,7 @@ from vitals_collector.numbers.lake_catalogue import (
     build_arrow_table,
     newest_marks,
 )
-from vitals_collector.numbers.lake_engine import CHECKSUMS, META, LakeEngine
+from vitals_collector.numbers.lake_engine import CHECKSUMS, META, LakeEngine, file_paths_sql
 
 _HOLE = ("run", "incarnation", "stream", "first_seq", "end_seq")
 _Hole = tuple[int, str, str, int, int]
@@ -75,13 +75,8 @@ _DATA_FILE = (
 
 def files_without_checksum(engine: LakeEngine) -> list[str]:
     """Return the files of the current snapshot without a checksum, which cannot be verified."""
-    live = " UNION ALL ".join(
-        f"SELECT t.table_name || '/' || d.path AS path FROM {META}_{kind}_file d"
-        f" JOIN {META}_table t USING (table_id)"
-        f" WHERE d.end_snapshot IS NULL AND t.table_name <> '{CHECKSUMS}'"
-        for kind in ("data", "delete")
-    )
-    paths = set(engine.ask(live)["path"].to_pylist())
+    is_live = f"WHERE d.end_snapshot IS NULL AND t.table_name <> '{CHECKSUMS}'"
+    paths = set(engine.ask(file_paths_sql(is_live))["path"].to_pylist())
     return sorted(paths - engine.files.summed())
 
 
@@ -94,9 +89,8 @@ def drop_damaged_files(engine: LakeEngine, catalogue: Catalogue) -> list[Damaged
     Raises:
         StorageError: nothing was changed, or it is to be called again.
     """
-    damaged = find_damaged_files(
-        engine, catalogue
-    )  # reads every file, so appends continue in the meantime
+    # Reads every file, so appends continue in the meantime.
+    damaged = find_damaged_files(engine, catalogue)
     with engine.lock:
         live = engine.files.live(file.path for file in damaged)
         damaged = [file for file in damaged if file.path in live]  # not removed by another process

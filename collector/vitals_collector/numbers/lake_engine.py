@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import duckdb
@@ -46,56 +46,7 @@ _ID, _SECRET, _TOKEN = "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSIO
 _WRITES = re.compile(r"(?:INSERT INTO|DELETE FROM|UPDATE|CALL ducklake_\w+\('lake',) '?(\w+)")
 """Statements that may write files, each with its table."""
 _MARGIN_MS = 10
-_PATHS = f"""
-SELECT d.path FROM {META}_{{kind}}_file d JOIN {META}_table t USING (table_id)
-WHERE t.table_name = '{{table}}'
-"""
 Ask = Callable[..., pa.Table]
-
-
-class FileStore(Protocol):
-    """Storage of the files. A file is named by its table and its own name: ``steps/NAME``."""
-
-    root: str
-    """Location in DuckLake's format."""
-    extensions: tuple[str, ...]
-    """Those of DuckDB that it needs."""
-
-    def prepare_connection(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Give a connection access to the files."""
-
-    def prepare(self) -> None:
-        """Create what is missing, and list the files."""
-
-    def on_transaction_start(self) -> None:
-        """Prepare for a transaction."""
-
-    def check_place(self) -> None:
-        """Raise StorageError if rows that were stored there cannot be read."""
-
-    def written(self, statements: Sequence[str]) -> list[str]:
-        """Return the files that came since ``on_transaction_start``, durably stored.
-
-        These statements wrote them, or other ones.
-        """
-
-    def crc(self, path: str) -> int | None:
-        """Return a file's checksum; None if it is missing or unreadable."""
-
-    def state(self, table: str) -> int | None:
-        """Return a number that changes when the table's files change; None: no files."""
-
-    def paths(self, table: str) -> set[str]:
-        """Return the table's files, including those to be deleted or not committed yet."""
-
-    def defer_checksums(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Store checksums in separate files next to the data files."""
-
-    def deferred_checksums(self) -> list[tuple[str, int]]:
-        """Return the checksums that were set aside."""
-
-    def delete_deferred(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Delete these checksums."""
 
 
 _RESTORE = "stop the collector, restore the directory or a backup, and start it again"
@@ -152,7 +103,7 @@ class LocalFileStore:
         """Do nothing: existing files are known."""
 
     def written(self, statements: Sequence[str]) -> list[str]:
-        """Return the new files, synced; those of another collector may be among them."""
+        """Return the files since ``on_transaction_start``, synced; another collector's too."""
         paths = []
         for folder in self._tables.iterdir():
             names = {entry.name for entry in os.scandir(folder)}
@@ -178,14 +129,14 @@ class LocalFileStore:
         return crc
 
     def state(self, table: str) -> int | None:
-        """Return the change time of the table's directory."""
+        """Return a number that changes with the table's files: a time; None without files."""
         try:
             return (self._tables / table).stat().st_mtime_ns
         except FileNotFoundError:
             return None
 
     def paths(self, table: str) -> set[str]:
-        """Return the files in the table's directory."""
+        """Return the table's files, including those to be deleted or not committed yet."""
         return {f"{table}/{entry.name}" for entry in os.scandir(self._tables / table)}
 
     def defer_checksums(self, checksums: Iterable[tuple[str, int]]) -> None:
@@ -214,11 +165,7 @@ class S3FileStore:
     """Files in an S3 bucket, or under a prefix in one: a written file is complete and durable."""
 
     def __init__(self, url: str, ask: Ask) -> None:
-        """Parse the URL; send no request.
-
-        Args:
-            url: ``s3://BUCKET/PREFIX``.
-            ask: runs a DuckDB query.
+        """Parse the URL ``s3://BUCKET/PREFIX``; send no request.
 
         Raises:
             UsageError: the URL is invalid.
@@ -245,9 +192,10 @@ class S3FileStore:
             f"{name} '{value.replace(chr(39), 2 * chr(39))}'" for name, value in values
         )
         scope = "/".join(self._url.split("/")[:3])
+        is_tls = not _s3_endpoint_url().startswith("http:")
         connection.execute(
             "CREATE TEMPORARY SECRET lake_files"
-            f" (TYPE s3, SCOPE '{scope}', USE_SSL {_is_s3_tls()}, {text})"
+            f" (TYPE s3, SCOPE '{scope}', USE_SSL {is_tls}, {text})"
         )
 
     def check_place(self) -> None:
@@ -303,8 +251,8 @@ class S3FileStore:
 
     def paths(self, table: str) -> set[str]:
         """Return the table's files in the catalogue."""
-        kinds = " UNION ALL ".join(_PATHS.format(kind=k, table=table) for k in ("data", "delete"))
-        return {f"{table}/{name}" for name in _first_column_texts(self._ask(kinds))}
+        query = file_paths_sql(f"WHERE t.table_name = '{table}'")
+        return set(_first_column_texts(self._ask(query)))
 
     def defer_checksums(self, checksums: Iterable[tuple[str, int]]) -> None:
         """Store each checksum in a separate object."""
@@ -334,8 +282,20 @@ class S3FileStore:
         return f"{self._url}/checksums/{path.replace('/', _SLASH)}"
 
 
+FileStore = LocalFileStore | S3FileStore
+"""Storage of the files. A file is named by its table and its own name: ``steps/NAME``."""
+
+
+def file_paths_sql(where: str = "") -> str:
+    """Return the query for the files in the catalog, each with its table: ``steps/NAME``."""
+    return " UNION ALL ".join(
+        f"SELECT t.table_name || '/' || d.path AS path FROM {META}_{kind}_file d"
+        f" JOIN {META}_table t USING (table_id) {where}"
+        for kind in ("data", "delete")
+    )
+
+
 def _first_column_texts(answer: pa.Table) -> list[str]:
-    """Return the first column of a DuckDB result as strings."""
     return [str(text) for text in answer.column(0).to_pylist()]
 
 
@@ -369,10 +329,6 @@ def _s3_endpoint_url() -> str:
             hint="give scheme, host and port, and the keys in their own variables",
         )
     return value
-
-
-def _is_s3_tls() -> bool:
-    return not _s3_endpoint_url().startswith("http:")
 
 
 def redact_s3_keys(text: str) -> str:
@@ -456,15 +412,12 @@ class _FileBounds(NamedTuple):
 
 
 class FileChecksums:
-    """Checksums of the files in the tables' directories. Thread-safe."""
+    """Checksums of the files in the tables' directories. Thread-safe.
+
+    ``file_store`` has the files, and the checksums that the lake does not have yet.
+    """
 
     def __init__(self, file_store: FileStore, ask: Ask) -> None:
-        """Know nothing yet.
-
-        Args:
-            file_store: store of the files, and of checksums that the lake does not have yet.
-            ask: runs a query on the lake.
-        """
         self._place, self._ask = file_store, ask
         self._lock = threading.Lock()
         """Guards the caches; not held while a file is read, so that commits continue."""
@@ -486,21 +439,13 @@ class FileChecksums:
         return path, -1 if checksum is None else checksum
 
     def check_files_of_runs(self, table: str, *runs: int) -> None:
-        """Check the files of a table that may hold rows of the runs, each once.
-
-        Raises:
-            StorageError: one is damaged.
-        """
+        """Check each file that may hold rows of the runs once; raise StorageError for damage."""
         self._check_needed_files(
             table, lambda _, bounds: any(bounds.min_run <= run <= bounds.max_run for run in runs)
         )
 
     def check_small_files(self, table: str, num_bytes: int) -> None:
-        """Verify the table's files up to this size.
-
-        Raises:
-            StorageError: one is damaged.
-        """
+        """Raise StorageError if a file of the table, up to this size, is damaged."""
         self._check_needed_files(table, lambda _, bounds: bounds.num_bytes <= num_bytes)
 
     def _check_needed_files(
@@ -651,7 +596,10 @@ class _RunningQuery:
 
 
 class LakeEngine:
-    """One process's way to a lake: one connection that writes, others that read."""
+    """One process's way to a lake: one connection that writes, others that read.
+
+    Statements and queries raise StorageError if DuckDB refuses.
+    """
 
     def __init__(self, folder: Path, catalogue: str, memory_limit: str, bucket: str = "") -> None:
         """Attach the lake; see ``Lake``."""
@@ -691,15 +639,7 @@ class LakeEngine:
         self.execute(f"CREATE TABLE IF NOT EXISTS {CHECKSUMS} ({CHECKSUM_COLUMNS})")
 
     def _attach_lake(self) -> duckdb.DuckDBPyConnection:
-        # Nothing is downloaded, and nothing is written to the home directory. The extensions are
-        # next to this program's code; hashing them each time takes 0.2 s of CPU.
-        root = duckdb.connect(
-            config={
-                "autoinstall_known_extensions": False,
-                "autoload_known_extensions": False,
-                "allow_unsigned_extensions": True,
-            }
-        )
+        root = connect_duckdb()
         catalogue, folder = self._catalogue, self.folder
         scanner = "postgres_scanner" if catalogue else "sqlite_scanner"
         uri = f"postgres:{escape_sql(catalogue)}" if catalogue else f"sqlite:{folder / CATALOGUE}"
@@ -744,11 +684,7 @@ class LakeEngine:
         return bool(self.ask(f"SELECT 1 FROM {META}_data_file LIMIT 1").num_rows)
 
     def _check_catalog_of_files(self) -> None:
-        """Reject an empty catalog next to stored rows, which would be lost.
-
-        Raises:
-            StorageError: the catalog has no tables, but the directory has rows.
-        """
+        """Raise StorageError for an empty catalog next to stored rows, which would be lost."""
         if not (isinstance(self._place, LocalFileStore) and self._place.has_files()):
             return
         query = f"SELECT 1 FROM duckdb_tables() WHERE table_name = '{CHECKSUMS}'"
@@ -815,13 +751,9 @@ class LakeEngine:
         """Commit all ``execute`` calls in the block at once; durable at its end.
 
         A commit that merges files cannot store their checksums (DuckLake does not support it): they
-        are in separate files until ``keep_checksums``.
-
-        Args:
-            is_merge: whether it merges files.
-            epochs: of the leases of the written runs. After another collector has acquired one, the
-                commit is refused by the catalog's database, in the same transaction
-                (``cluster.leases.fence``).
+        are in separate files until ``keep_checksums``. ``epochs`` are of the leases of the written
+        runs: after another collector has acquired one, the catalog's database refuses the commit,
+        in the same transaction (``cluster.leases.install_lake_fence``).
 
         Raises:
             StorageError: nothing was changed, or (``is_unsure``) the result is unknown.
@@ -869,21 +801,13 @@ class LakeEngine:
     def execute(
         self, sql: str, values: Sequence[object] = (), rows: pa.Table | None = None
     ) -> None:
-        """Run a statement on the writing connection; ``rows`` is a table of that name in it.
-
-        Raises:
-            StorageError: DuckDB refused.
-        """
+        """Run a statement on the writing connection; ``rows`` is a table of that name in it."""
         with self.lock, translate_lake_errors():  # DuckDB finds "rows" by its name
             self._statements.append(sql)
             self._root.execute(sql, list(values))
 
     def query_in_transaction(self, sql: str) -> pa.Table:
-        """Return a query's result as the current transaction sees the lake.
-
-        Raises:
-            StorageError: DuckDB refused.
-        """
+        """Return a query's result as the current transaction sees the lake."""
         with self.lock, translate_lake_errors():
             self._statements.append(sql)
             return self._root.execute(sql).to_arrow_table()
@@ -930,11 +854,7 @@ class LakeEngine:
     def ask(
         self, sql: str, values: Sequence[object] = (), tables: Mapping[str, pa.Table] | None = None
     ) -> pa.Table:
-        """Return a query's result; ``tables`` can be used in it by their names.
-
-        Raises:
-            StorageError: DuckDB refused.
-        """
+        """Return a query's result; ``tables`` can be used in it by their names."""
         with translate_lake_errors(), self._cursor() as reader:
             for name, table in (tables or {}).items():
                 reader.register(name, table)
@@ -982,6 +902,19 @@ class LakeEngine:
             reader = root.cursor()
             reader.execute("USE lake")
         return reader
+
+
+def connect_duckdb(**more: bool) -> duckdb.DuckDBPyConnection:
+    """Return a connection that downloads nothing, and writes nothing to the home directory.
+
+    The extensions are next to this program's code; hashing them each time takes 0.2 s of CPU.
+    """
+    config: dict[str, Any] = {
+        "autoinstall_known_extensions": False,
+        "autoload_known_extensions": False,
+        "allow_unsigned_extensions": True,
+    }
+    return duckdb.connect(config=config | more)
 
 
 def _hold_catalog_open(

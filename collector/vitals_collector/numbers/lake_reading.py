@@ -307,13 +307,7 @@ def fetch_group(
     group: CurveGroup,
     narrowed: Sequence[Callable[[RowSelection], RowSelection]] = (lambda c: c,),
 ) -> FetchedRows:
-    """Return a group's rows.
-
-    Args:
-        engine: the lake.
-        group: whose rows.
-        narrowed: of all of them those that each of these gives, together.
-    """
+    """Return a group's rows: together those that each function in ``narrowed`` leaves of them."""
     selection, cell = select_span(group.span, group.run, group.places), ""
     if group.column == "source":
         is_by_rank = all(rank_of(source) != NOT_A_RANK for source in group.cells)
@@ -339,9 +333,7 @@ def fetch_group(
     order = _row_order(codes, columns)
     if order is not None:
         codes = codes[order]
-        columns = {
-            n: ColumnValues(c.values[order], c.is_missing[order]) for n, c in columns.items()
-        }
+        columns = {n: c.take(order) for n, c in columns.items()}
     return FetchedRows(columns, np.searchsorted(codes, np.arange(len(group.cells) + 1)))
 
 
@@ -441,7 +433,9 @@ def _overviews(
         return {}
     entries, is_cut = _select_entries(entries, group, attempts, branch)
     pending = _seqs_without_stats(catalogue, group, outlined)
-    rows = fetch_group(engine, group, [_seq_filter(pending)]) if pending else None
+    rows = None
+    if pending:
+        rows = fetch_group(engine, group, [lambda selection: filter_seqs(selection, pending)])
     is_met = np.zeros(len(entries.curve), np.bool_)
     if rows is not None and along == "step":
         is_met = _has_new_rows(entries, group, rows)
@@ -609,11 +603,6 @@ def _seqs_without_stats(
     }
 
 
-def _seq_filter(seqs: Mapping[str, tuple[int, int]]) -> Callable[[RowSelection], RowSelection]:
-    """Return what narrows rows to these of each writer."""
-    return lambda selection: filter_seqs(selection, seqs)
-
-
 def _has_new_rows(entries: _ChunkEntries, group: CurveGroup, rows: FetchedRows) -> Mask:
     """Return the chunks that overlap rows without statistics."""
     is_met = np.zeros(len(entries.curve), np.bool_)
@@ -676,7 +665,6 @@ def _is_within(along: Ints, ranges: _Ranges) -> Mask:
 
 
 def _points_within(points: Points, ranges: _Ranges, along: str) -> Points:
-    """Return the points in the ranges that are read from the lake."""
     return points.take(_is_within(points.step if along == "step" else points.time_unix_ns, ranges))
 
 

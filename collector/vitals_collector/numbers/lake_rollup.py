@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.errors import StorageError
 from vitals_collector.numbers.chunk_stats import ROWS
 from vitals_collector.numbers.interface import (
@@ -42,6 +41,7 @@ from vitals_collector.numbers.lake_catalogue import (
     build_arrow_table,
     column_from_arrow,
     name_key,
+    numeric_columns,
     quoted,
     stream_column_sql,
 )
@@ -97,12 +97,7 @@ def plan(
     if location is None:
         return None
     run, places = location
-    row_columns = {column.name for column in ROW_COLUMNS}
-    names = [
-        n
-        for n, kind in catalogue.kinds(run_id, "steps").items()
-        if kind != "S" and n not in row_columns
-    ]
+    names = numeric_columns(catalogue.kinds(run_id, "steps"))
     selection = RowSelection(run, "", f"run = ? AND {_WINDOW}", [run, *window], {})
     expressions = {name: stream_column_sql(name, places) for name in names}
     numbers = _query_statistics(engine, selection, expressions)
@@ -218,13 +213,13 @@ def delete_rows(engine: LakeEngine, planned: RollUpPlan) -> None:
     run, window = planned.run, planned.window
     where = f"run = {run} AND attempt = {window.attempt}"
     steps = f"{where} AND step >= {window.first_step} AND step < {window.end_step} AND rank > 0"
-    present = engine.query_in_transaction(f"SELECT count(*) AS num FROM steps WHERE {steps}")[
-        "num"
-    ][0].as_py()
-    done = engine.query_in_transaction(
-        f"SELECT count(*) AS num FROM {LEVELLED}"
-        f" WHERE {where} AND stream = 'steps' AND first_at = {window.first_step}"
-    )["num"][0].as_py()
+
+    def count(rows: str) -> int:
+        counted = engine.query_in_transaction(f"SELECT count(*) AS num FROM {rows}")
+        return int(counted["num"][0].as_py())
+
+    is_done = f"stream = 'steps' AND first_at = {window.first_step}"
+    present, done = count(f"steps WHERE {steps}"), count(f"{LEVELLED} WHERE {where} AND {is_done}")
     if present != planned.num_rows or done:
         raise StorageError(
             f"the steps {window.first_step} to {window.end_step - 1} were changed meanwhile:"
@@ -316,21 +311,7 @@ def downsample_window(
     is_whole: bool,
     reason: Reason,
 ) -> int:
-    """Downsample a window of layers or of a host's samples; return the number of deleted rows.
-
-    Args:
-        engine: the lake.
-        catalogue: cached catalog of the lake.
-        run_id: the run.
-        stream: ``layers``, or one of hosts.
-        window: from ``next_window``.
-        every: steps of layers, or nanoseconds of samples.
-        is_whole: keep all rows.
-        reason: reason that ``deleted_rows`` reports.
-
-    Raises:
-        StorageError: nothing was changed, or it is to be called again.
-    """
+    """Downsample a window in one commit, as described in ``Lake.downsample_window``."""
     location = locate_run(catalogue, RowSpan(run_id, stream))
     if location is None:
         return 0

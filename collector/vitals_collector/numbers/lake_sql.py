@@ -16,8 +16,8 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import duckdb
@@ -38,6 +38,8 @@ from vitals_collector.numbers.lake_engine import (
     FileStore,
     LocalFileStore,
     S3FileStore,
+    connect_duckdb,
+    escape_sql,
     find_duckdb_extension,
     translate_lake_errors,
 )
@@ -104,9 +106,8 @@ def views_of(
 ) -> dict[str, str]:
     """Return each view's SELECT.
 
-    Args:
-        columns: names and DuckDB types of each of the lake's tables.
-        has_records: whether the SQL database is attached, as ``db``.
+    ``columns`` has names and DuckDB types for each of the lake's tables. With ``has_records``, the
+    SQL database is attached as ``db``.
     """
     views = {
         view: _numbers_view_sql(stream, columns[stream], which, has_names=has_records)
@@ -186,12 +187,9 @@ def check_query(
 ) -> None:
     """Raise an error unless the text is a query over the views.
 
-    Args:
-        connection: its parser is used.
-        sql: text from a user.
-        views: the names that are offered, in lower case.
-        taken: lower-case names in the engine or an attached database: a part of a query may not
-            have such a name, because it would be resolved outside its scope.
+    ``views`` are the offered names, in lower case. ``taken`` are lower-case names in the engine or
+    an attached database: a part of a query may not have such a name, because it would be resolved
+    outside its scope.
 
     Raises:
         UsageError: not SQL, more than one statement, not a SELECT or EXPLAIN of one, or it uses
@@ -269,7 +267,6 @@ def _iter_forbidden_names(node: Any, names: Collection[str]) -> Iterator[str]:
 
 
 def _walk_query(node: Any) -> Iterator[dict[str, Any]]:
-    """Yield every node of a parsed query."""
     if isinstance(node, list):
         for part in node:
             yield from _walk_query(part)
@@ -293,7 +290,7 @@ class SqlResult(NamedTuple):
     """Whether there were more rows."""
 
 
-class LakeReader:
+class LakeReader(AbstractContextManager["LakeReader"]):
     """Runs SQL over views such as runs, steps, ranks, layers, scalars and decisions."""
 
     def __init__(
@@ -324,16 +321,7 @@ class LakeReader:
             UsageError: there are no keys of the bucket in the environment.
         """
         self._memory_limit, self._max_seconds = memory_limit, max_seconds
-        # Nothing is downloaded, now or by a query.
-        self._connection = duckdb.connect(
-            config={
-                "autoinstall_known_extensions": False,
-                "autoload_known_extensions": False,
-                # the extensions of our own packages, as in the engine
-                "allow_unsigned_extensions": True,
-                "python_enable_replacements": False,
-            }
-        )
+        self._connection = connect_duckdb(python_enable_replacements=False)
         with translate_lake_errors():
             file_store = (
                 S3FileStore(bucket, self._query_table) if bucket else LocalFileStore(folder)
@@ -342,16 +330,7 @@ class LakeReader:
             self._make_views(has_records=bool(catalogue) or database is not None)
             self._disable_external_access(file_store)
 
-    def __enter__(self) -> "LakeReader":
-        """Return self."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the lake."""
         self._connection.close()
 
@@ -385,7 +364,6 @@ class LakeReader:
             )
 
     def _make_views(self, *, has_records: bool) -> None:
-        """Create the views that users may query."""
         columns: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for table, name, kind in self._connection.execute(
             "SELECT table_name, column_name, data_type FROM duckdb_columns()"
@@ -403,7 +381,6 @@ class LakeReader:
         """Names of the views."""
 
     def _disable_external_access(self, file_store: FileStore) -> None:
-        """Disable external access for later queries."""
         for setting in (
             f"memory_limit = {_quote_sql_text(self._memory_limit)}",
             "threads = 1",  # the cores belong to the training
@@ -453,5 +430,4 @@ def query_timeout_error(seconds: float) -> StorageError:
 
 
 def _quote_sql_text(value: str) -> str:
-    """Return a text quoted for SQL."""
-    return "'" + value.replace("'", "''") + "'"
+    return f"'{escape_sql(value)}'"

@@ -18,7 +18,7 @@ from trainvitals.units import humanize_count
 from vitals_collector.alerts.inbox import alert_from_row
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.ingest.tail_loss import num_lost_rows
-from vitals_collector.numbers.interface import Columns, NumberStoreReader, RowSpan
+from vitals_collector.numbers.interface import RANKS, Columns, NumberStoreReader, RowSpan
 from vitals_collector.queries.series import curve_of, exclusive_end, kind_of
 from vitals_collector.storage import schema
 from vitals_collector.storage.store import ReadSnapshot, unknown_run
@@ -374,7 +374,7 @@ def _iter_optimizer_rows(moment: ReadSnapshot, run_id: str, step: int) -> Iterat
 
 def _by_attempt_and_rank(row: views.StepRow) -> tuple[int, int]:
     """Return the sort key of a step's rows: by attempt, then by rank."""
-    return row.attempt, 0 if row.source == schema.RANKS else Source.parse(row.source).rank or 0
+    return row.attempt, 0 if row.source == RANKS else Source.parse(row.source).rank or 0
 
 
 def _iter_step_rows(

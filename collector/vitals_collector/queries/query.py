@@ -24,6 +24,7 @@ from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.live import overview
 from vitals_collector.live.run_status import Liveness
 from vitals_collector.numbers.interface import (
+    RANKS,
     CurveRequest,
     DownsampledCurve,
     downsample,
@@ -40,7 +41,7 @@ from vitals_collector.queries.incidents import RunIncidents, incidents, read_inc
 from vitals_collector.queries.top_changes import top_change_views
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.retention.sizes import volume_of
-from vitals_collector.storage.schema import RANKS, runs
+from vitals_collector.storage.schema import runs
 from vitals_collector.storage.store import ReadSnapshot, SteadyClock, Store, unknown_run
 
 MAX_POINTS_AT_ONCE = 200_000

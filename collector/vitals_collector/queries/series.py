@@ -19,6 +19,7 @@ from trainvitals.identity import Source
 from trainvitals.views import Branch, CurveReply, NonFiniteMark
 from vitals_collector.numbers.interface import (
     HOST_STREAMS,
+    RANKS,
     AttemptRow,
     CurveRequest,
     Ints,
@@ -26,7 +27,7 @@ from vitals_collector.numbers.interface import (
     RowSpan,
     SeriesKey,
 )
-from vitals_collector.storage.schema import RANKS, attempts, measured_columns, names, sources
+from vitals_collector.storage.schema import attempts, measured_columns, names, sources
 from vitals_collector.storage.store import UNKNOWN, ReadSnapshot
 
 NAMED = {"scalars": ("name", "value"), "layers": ("layer", "grad_norm")}

@@ -200,13 +200,10 @@ class BackupResult:
 def backup(data: Path, target: Path, *, copied: Callable[[], None] | None = None) -> BackupResult:
     """Copy the data directory's store to a new directory, 0700, and return a summary.
 
-    It contains everything that was acknowledged before the call. If the file system supports hard
-    links, files of rows are linked and take no space: move the copy to another disk.
-
-    Args:
-        data: the collector's data directory; a collector may run on it.
-        target: new directory; its parent exists.
-        copied: called between copying and checking (for tests).
+    A collector may run on ``data``; the copy contains everything that was acknowledged before the
+    call. The parent of ``target`` exists. If the file system supports hard links, files of rows are
+    linked and take no space: move the copy to another disk. ``copied`` is called between copying
+    and checking (for tests).
 
     Raises:
         UsageError: the target exists, or there is no store in ``data``.
@@ -276,10 +273,3 @@ def _backup_error(target: Path, error_text: str) -> StorageError:
         hint="free space there, or give another place" if is_out_of_room else "check both places",
         code=FULL if is_out_of_room else "V300",
     )
-
-
-__all__ = [
-    "EXISTS",
-    "BackupResult",
-    "backup",
-]

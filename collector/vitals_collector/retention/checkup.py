@@ -77,6 +77,3 @@ def store_size(store: Store) -> StoreSize:
             return StoreSize(store.where, page * pages + lake, page * free)
         size = connection.execute(select(func.pg_database_size(func.current_database())))
         return StoreSize(store.where, int(size.scalar_one()) + lake, 0)
-
-
-__all__ = ["DamagedPart", "StoreSize", "check_store", "store_size"]

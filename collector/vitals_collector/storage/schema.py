@@ -104,9 +104,6 @@ metadata = MetaData(
 # SQLite only auto-increments an INTEGER key.
 _ROW_ID = BigInteger().with_variant(Integer, "sqlite")
 
-RANKS = "ranks"
-"""The stream, and the source, of the numbers over all ranks: no one of them writes it."""
-
 
 def _run_id_column(*, primary_key: bool = False, nullable: bool = False) -> Column[str]:
     """Return the column of a table that refers to ``runs``."""
@@ -450,9 +447,3 @@ leases = Table(
 )
 """Leases of several collectors, and their end by the database's clock. ``epoch`` rises with each
 change of holder. Empty on SQLite, which has one collector."""
-
-__all__ = [
-    "ChecksummedRecord",
-    "DamageCounter",
-    "is_record_whole",
-]

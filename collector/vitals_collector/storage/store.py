@@ -8,17 +8,26 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import sqlalchemy
-from sqlalchemy import Connection, Engine, Insert, Table, Update, create_engine, event
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    Table,
+    Update,
+    create_engine,
+    event,
+    select,
+)
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.dialects.sqlite.base import SQLiteDialect
 from sqlalchemy.engine.interfaces import Dialect
@@ -40,7 +49,7 @@ from vitals_collector.numbers.interface import (
 )
 from vitals_collector.numbers.memory import MemoryNumberStore
 from vitals_collector.storage.migrate import lock_migrations, migrate
-from vitals_collector.storage.schema import DamageCounter
+from vitals_collector.storage.schema import DamageCounter, audit, engine_state
 
 # Imported by a store on PostgreSQL: the others start sooner and are smaller without it.
 if TYPE_CHECKING:
@@ -234,8 +243,8 @@ class OwnedElsewhere(NamedTuple):
     """The last report of this or an earlier owner; empty without one."""
 
 
-class RunClaims(Protocol):
-    """Runs whose rows may be stored here, and other owners."""
+class RunClaims:
+    """Runs whose rows may be stored here, and other owners; here of a store's only collector."""
 
     def claim(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
         """Acquire the runs without an owner; return the owners of the others.
@@ -243,33 +252,18 @@ class RunClaims(Protocol):
         Raises:
             StorageError: the store refused; call again.
         """
+        return {}
 
     def owned(self) -> dict[str, int] | None:
         """Return the owned runs, each with the epoch of its lease; None: all."""
+        return None
 
     def hold(self, connection: Connection, run_ids: Collection[str]) -> set[str]:
         """Return which of the runs are owned here, and stay so until the transaction ends."""
-
-    def elsewhere(self, connection: Connection) -> list[OwnedElsewhere]:
-        """Return the runs that other collectors own now."""
-
-
-class SoleCollectorClaims:
-    """The claims of a store's only collector."""
-
-    def claim(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
-        """Return nothing: no other collector has any."""
-        return {}
-
-    def owned(self) -> None:
-        """Return nothing: all runs are."""
-
-    def hold(self, connection: Connection, run_ids: Collection[str]) -> set[str]:
-        """Return all of them."""
         return set(run_ids)
 
     def elsewhere(self, connection: Connection) -> list[OwnedElsewhere]:
-        """Return nothing: there are no others."""
+        """Return the runs that other collectors own now."""
         return []
 
 
@@ -291,7 +285,7 @@ class Store:
         self.damage.attach_to(engine.dialect)
         self.counters = IngestCounters()
         self.after_ingest: list[AfterIngest] = []
-        self.claims: RunClaims = SoleCollectorClaims()
+        self.claims = RunClaims()
         """The runs whose rows may be stored here."""
         self.offsets: dict[StreamKey, StreamOffset] = {}
         """Offsets of streams written by this process; ingest compares them with the database before
@@ -365,12 +359,8 @@ class Store:
     def reclaim(self, *, above: float = 0.0, max_pages: int = 512) -> int:
         """Return free pages of an SQLite file to the disk; PostgreSQL does that itself.
 
-        Args:
-            above: do nothing until so large a share of the file is free.
-            max_pages: maximum number of pages, because other pages have to move.
-
-        Returns:
-            Number of returned pages.
+        Do nothing unless a share ``above`` of the file is free. At most ``max_pages`` are returned,
+        because other pages have to move. Return their number.
         """
         if not self._is_sqlite:
             return 0
@@ -674,6 +664,45 @@ def ensure_data_dir(data: Path) -> Path:
     return data
 
 
+def upsert(
+    connection: Connection,
+    table: Table,
+    key: Mapping[str, Any],
+    values: Mapping[str, Any],
+    where: ColumnElement[bool] | None = None,
+) -> None:
+    """Insert the row with this key, or write the values over it if ``where`` holds for it."""
+    statement = insert(connection, table).values({**key, **values})
+    connection.execute(
+        statement.on_conflict_do_update(index_elements=list(key), set_=dict(values), where=where)
+    )
+
+
+def load_state(connection: Connection, name: str) -> bytes | None:
+    """Return a body of ``engine_state``; None if there is none of that name."""
+    query = select(engine_state.c.body).where(engine_state.c.name == name)
+    return connection.execute(query).scalar()
+
+
+def save_states(connection: Connection, bodies: Mapping[str, bytes]) -> None:
+    """Write bodies of ``engine_state`` by name, in the order of names to avoid deadlocks."""
+    if bodies:
+        statement = insert(connection, engine_state)
+        new = {"body": statement.excluded.body}
+        connection.execute(
+            statement.on_conflict_do_update(index_elements=["name"], set_=new),
+            [{"name": name, "body": body} for name, body in sorted(bodies.items())],
+        )
+
+
+def write_audit(
+    connection: Connection, time_unix_ns: int, actor: str, action: str, subject: str, detail: str
+) -> None:
+    """Append an action of a user or of the collector to the audit log."""
+    values = {"actor": actor, "action": action, "subject": subject, "detail": detail}
+    connection.execute(audit.insert().values(time_unix_ns=time_unix_ns, **values))
+
+
 def remove_nul(text: str) -> str:
     """Return the text without NUL, which PostgreSQL does not store."""
     return text.replace("\0", "")
@@ -762,21 +791,15 @@ def _positional_dialect(name: str) -> Dialect:
 
 
 class PreparedStatement:
-    """An INSERT or UPDATE with values by position, in the order of ``names``.
+    """An UPDATE with values by position, in the order of ``names``, its ``bindparam``s.
 
     It costs as much as the driver's own ``executemany``. SQLAlchemy compiles the statement once for
     each dialect; its further work per row (dictionaries, defaults, conversions without effect here)
     costs several times what the database needs for the row, and every row of every rank is written
     here.
-
-    Args:
-        statement: the statement, or a function that makes it for a dialect's name.
-        names: its parameters: columns of an INSERT, ``bindparam`` names of an UPDATE.
     """
 
-    def __init__(
-        self, statement: Insert | Update | Callable[[str], Insert | Update], names: Sequence[str]
-    ) -> None:
+    def __init__(self, statement: Update, names: Sequence[str]) -> None:
         self._statement = statement
         self._names = tuple(names)
         self._compiled = lru_cache(self._compile)
@@ -791,26 +814,6 @@ class PreparedStatement:
 
     def _compile(self, dialect: str) -> tuple[str, Callable[[tuple[Any, ...]], Any] | None]:
         """Return the statement's SQL in a dialect, and how to order its values."""
-        rendered = self._statement
-        statement = rendered(dialect) if callable(rendered) else rendered
-        keys = self._names if isinstance(statement, Insert) else None
-        compiled = statement.compile(dialect=_positional_dialect(dialect), column_keys=keys)
+        compiled = self._statement.compile(dialect=_positional_dialect(dialect))
         places = [self._names.index(name) for name in compiled.positiontup or ()]
         return str(compiled), None if places == [*range(len(self._names))] else itemgetter(*places)
-
-
-__all__ = [
-    "LOCKED",
-    "UNKNOWN",
-    "OwnedElsewhere",
-    "PreparedStatement",
-    "ReadSnapshot",
-    "RunClaims",
-    "SoleCollectorClaims",
-    "Store",
-    "ensure_data_dir",
-    "open_data_store",
-    "open_store",
-    "remove_nul",
-    "unknown_run",
-]

@@ -18,8 +18,8 @@ from trainvitals.clock import Clock
 from trainvitals.errors import StorageError, UnauthorizedError, UsageError
 from trainvitals.identity import check_run_id
 from trainvitals.question import TokenScope
-from vitals_collector.storage.schema import audit, runs, tokens
-from vitals_collector.storage.store import UNKNOWN, Store
+from vitals_collector.storage.schema import runs, tokens
+from vitals_collector.storage.store import UNKNOWN, Store, write_audit
 
 PREFIX = "vitals_"
 """Prefix of each secret, by which secret scanners recognize it."""
@@ -60,13 +60,7 @@ class Principal(NamedTuple):
         return self._replace(writer_key_hash=hashlib.sha256(key).hexdigest())
 
     def may_write(self, run_id: str, owner: str, project: str) -> bool:
-        """Return whether it may write to an existing run.
-
-        Args:
-            run_id: which.
-            owner: owner of the token that created it.
-            project: its project.
-        """
+        """Return whether it may write to an existing run of this owner and project."""
         if self.writes_all:
             return True
         if self.run_id:
@@ -105,11 +99,7 @@ class KnownTokens:
         self.reload()
 
     def reload(self) -> None:
-        """Reload the tokens.
-
-        Raises:
-            StorageError: the database refused.
-        """
+        """Reload the tokens; raise StorageError if the database refused."""
         known = {}
         with self._store.read_transaction() as connection:
             for row in connection.execute(select(tokens)):
@@ -212,9 +202,8 @@ def create(
         "expires_unix_ns": expires_unix_ns,
     }
     connection.execute(insert(tokens).values(values))
-    _insert_audit_row(
-        connection, "create token", token_id, by, now_unix_ns, f"{owner}: {values['scopes']}"
-    )
+    detail = f"{owner}: {values['scopes']}"
+    write_audit(connection, now_unix_ns, by, "create token", f"token/{token_id}", detail)
     return token_id, secret
 
 
@@ -229,13 +218,8 @@ def rotate(
 ) -> tuple[Row[tuple[object, ...]], str]:
     """Give a token a new secret; return its row and the secret. It keeps its writers.
 
-    Args:
-        connection: of a transaction.
-        token_id: which.
-        overlap_seconds: how long the previous secret stays valid.
-        expires_unix_ns: new time of expiry; None keeps it.
-        by: identity of the user.
-        now_unix_ns: when.
+    The previous secret stays valid for ``overlap_seconds``. ``expires_unix_ns``: None keeps the
+    time of expiry.
 
     Raises:
         UsageError: there is no such token, it was revoked, or it would have expired already.
@@ -258,7 +242,7 @@ def rotate(
         "expires_unix_ns": expires,
     }
     connection.execute(update(tokens).where(tokens.c.token_id == token_id).values(values))
-    _insert_audit_row(connection, "rotate token", token_id, by, now_unix_ns, row.owner)
+    write_audit(connection, now_unix_ns, by, "rotate token", f"token/{token_id}", row.owner)
     return row, secret
 
 
@@ -273,7 +257,7 @@ def revoke(connection: Connection, token_id: str, *, by: str, now_unix_ns: int) 
         return
     is_it = tokens.c.token_id == token_id
     connection.execute(update(tokens).where(is_it).values(revoked_unix_ns=now_unix_ns))
-    _insert_audit_row(connection, "revoke token", token_id, by, now_unix_ns, row.owner)
+    write_audit(connection, now_unix_ns, by, "revoke token", f"token/{token_id}", row.owner)
 
 
 def list_tokens(connection: Connection) -> Iterable[Row[tuple[object, ...]]]:
@@ -311,30 +295,4 @@ def _new_secret() -> str:
 
 
 def _hash(secret: str) -> str:
-    """Return the hash under which a token's secret is stored."""
     return hashlib.sha256(secret.encode()).hexdigest()
-
-
-def _insert_audit_row(
-    connection: Connection, action: str, token_id: str, by: str, now_unix_ns: int, detail: str
-) -> None:
-    values = {
-        "time_unix_ns": now_unix_ns,
-        "actor": by,
-        "action": action,
-        "subject": f"token/{token_id}",
-        "detail": detail,
-    }
-    connection.execute(insert(audit).values(values))
-
-
-__all__ = [
-    "OWN",
-    "KnownTokens",
-    "Principal",
-    "create",
-    "list_tokens",
-    "revoke",
-    "rotate",
-    "state_of",
-]
