@@ -186,9 +186,8 @@ def watch(
     if parts is None:
         from trainer_hooks.noop import NullMonitor
 
-        off = NullMonitor(
-            arguments.optimizers, arguments.schedulers, scaler, state, scheduler_every
-        )
+        schedulers = arguments.schedulers
+        off = NullMonitor(arguments.optimizers, schedulers, scaler, state, scheduler_every)
         return cast(Monitor, off)
     return Monitor(
         parts.device,
@@ -421,7 +420,7 @@ def _start_run(run: RunContext, run_paths: RunPaths, info: RunInfo) -> Restored 
     if (replicas := run.replicas) is not None:
         drops = replicas.exclude_differing(attempt.fork_step, run_paths.attempt, run.emitter)
         if drops and recovery is not None:
-            recovery.reset_comparison()
+            recovery.ring.forget_plans()
     return restored
 
 

@@ -72,11 +72,25 @@ class WatchArguments:
 
     def tokens(self) -> int | None:
         """Return the argument ``tokens_per_step`` as a number; raise if invalid."""
-        return _validate_tokens_per_step(self.tokens_per_step)
+        value: Any = self.tokens_per_step
+        if value is None:
+            return None
+        if not isinstance(value, int | float | SupportsIndex) or not 0 < float(value) < 2**53:
+            raise UsageError(
+                f"tokens_per_step is {value!r}; it must be a number above 0",
+                hint="the number of tokens of all ranks in one step; leave it out if it varies",
+            )
+        return int(value)
 
     def hyperparameters(self) -> Mapping[str, object]:
         """Return the configuration as a mapping; raise if invalid."""
-        return _config_mapping(self.config)
+        config: object = self.config
+        if config is None or isinstance(config, Mapping):
+            return config or {}
+        raise UsageError(
+            f"config is {name_type(config)}; it must be a mapping",
+            hint="vars(arguments), dataclasses.asdict(config), OmegaConf.to_container(config)",
+        )
 
     def declared_schedule(self) -> DeclaredSchedule | None:
         """Return the declared schedule that learning rates are compared with; None without one.
@@ -338,29 +352,6 @@ def _check_torch() -> None:
             f"torch is {torch.__version__}; at least 2.6 is needed",
             hint="upgrade torch the way your cluster installs it",
         )
-
-
-def _validate_tokens_per_step(value: float | None) -> int | None:
-    if value is None:
-        return None
-    if not isinstance(value, int | float | SupportsIndex) or not 0 < float(value) < 2**53:
-        raise UsageError(
-            f"tokens_per_step is {value!r}; it must be a number above 0",
-            hint="the number of tokens of all ranks in one step; leave it out if it varies",
-        )
-    return int(value)
-
-
-def _config_mapping(config: object) -> Mapping[str, object]:
-    """Return the ``config`` given to ``watch`` as a mapping; refuse other types."""
-    if isinstance(config, Mapping):
-        return config
-    if config is None:
-        return {}
-    raise UsageError(
-        f"config is {name_type(config)}; it must be a mapping",
-        hint="vars(arguments), dataclasses.asdict(config), OmegaConf.to_container(config)",
-    )
 
 
 def join_models(model: Any) -> Any:

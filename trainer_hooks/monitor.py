@@ -187,7 +187,7 @@ class Monitor(MonitorBase):
         if schedules.every == "step":
             raise end_epoch_error()
         if not schedules.sees_epochs:
-            schedules.end_epoch()
+            schedules.step_schedulers()
         elif not self._epochs_checked:
             self._epochs_checked = True
             text = "monitor.end_epoch() does nothing here: monitor.batches() ends the epochs itself"
@@ -515,7 +515,8 @@ class Monitor(MonitorBase):
 
     def _start_again(self) -> None:
         """Reset the monitor's parts that depend on the state before a rollback."""
-        self._run.features.on_restored(self._step)
+        for feature in self._run.features:
+            feature.on_restored(self._step)
         self._device.shadow.keep()
         if self._device.sampler is not None:
             self._device.sampler.discard_copies()

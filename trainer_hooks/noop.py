@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -18,7 +18,6 @@ from trainer_hooks.guard.optimizers import unscale
 from trainer_hooks.guard.schedules import SchedulerEvery, end_epoch_error, optimizer_of
 from trainer_hooks.guard.step_interception import StepInterception
 from trainer_hooks.outcome import StepOutcome
-from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.tensors.clearing import GradientClearing
 from trainvitals.auto_clip import DELAY, AutoClip, MaxNorm
 from trainvitals.records import Severity
@@ -76,14 +75,10 @@ class NullMonitor:
             if not optimizers or any(optimizer_of(scheduler) is o for o in optimizers):
                 scheduler.step()
 
-    def micro(self, loss: Tensor, weight: Tensor | float = 1.0) -> None:
-        """Do nothing."""
+    def _ignore(self, *_: object, **__: object) -> None:
+        """Do nothing, not even a check of the arguments."""
 
-    def observe(self, **values: float) -> None:
-        """Do nothing."""
-
-    def evaluate(self, **values: float) -> None:
-        """Do nothing."""
+    micro = observe = evaluate = expect = restore_best = _ignore
 
     def alert(
         self,
@@ -96,21 +91,13 @@ class NullMonitor:
     ) -> None:
         """Do nothing."""
 
-    def restore_best(self) -> None:
-        """Do nothing: no other state was saved."""
-
-    def expect(self, reason: str, *, steps: int = 200) -> None:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Do nothing."""
+        return nullcontext()
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def count_flops(self) -> AbstractContextManager[None]:
         """Do nothing."""
-        yield
-
-    @contextmanager
-    def count_flops(self) -> Iterator[None]:
-        """Do nothing."""
-        yield
+        return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loaded state unchanged, so that a later watched run can continue from it."""
@@ -203,17 +190,7 @@ class Unattached(NullMonitor):
         else:
             self._optimizers[index].step()
 
-    def loss(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
-        """Do nothing."""
-
-    def grad_norm(self, norm: Tensor | float) -> None:
-        """Do nothing."""
-
-    def before_clip(self, max_norm: float | None = None) -> None:
-        """Do nothing."""
-
-    def keep_batch(self, batch: Any, probe: LossOf) -> None:
-        """Do nothing."""
+    loss = grad_norm = before_clip = keep_batch = NullMonitor._ignore
 
     def close(self) -> None:
         """Restore ``optimizer.step``."""

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from trainer_hooks.exchange.reduce_vector import ReducedNumbers, VerdictFigures
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.measures.host import HostMeasurements, Utilization
+from trainer_hooks.measures.host import DeviceMemory, HostMeasurements, Utilization
 from trainer_hooks.measures.sampled import SampledSignals, SignalSampler
 from trainer_hooks.tensors.gradients import ALL
 from trainvitals.catalog import (
@@ -44,26 +44,14 @@ LAYERS_EVERY = 10
 LAYERS_AFTER_FINDING = 500
 """Steps after a finding in which layer norms are written at every step."""
 
+_TIMES = ("data_wait", "forward_backward", "checkpoint", "evaluation", "monitor")
 _FROM_HOST = {
-    "step": "step",
-    "attempt": "attempt",
-    "time_unix_ns": "time_unix_ns",
-    "monotonic_ns": "monotonic_ns",
-    "step_duration_seconds": "duration_seconds",
-    "data_wait_seconds": "data_wait_seconds",
-    "monitor_seconds": "monitor_seconds",
-    "forward_backward_seconds": "forward_backward_seconds",
-    "checkpoint_seconds": "checkpoint_seconds",
-    "evaluation_seconds": "evaluation_seconds",
-    "samples_per_second": "samples_per_second",
-    "memory_allocated_bytes": "memory_allocated_bytes",
-    "memory_peak_bytes": "memory_peak_bytes",
-    "memory_alloc_retries": "memory_alloc_retries",
-    "memory_ooms": "memory_ooms",
+    **{name: name for name in ("step", "attempt", "time_unix_ns", "monotonic_ns")},
+    **{name: name for name in ("epoch", "batch_index", "num_batches", "samples_per_second")},
+    "step_duration_seconds": "times.duration",
+    **{f"{name}_seconds": f"times.{name}" for name in _TIMES},
+    **{f"memory_{name}": f"memory.{name}" for name in DeviceMemory._fields},
     "memory_estimate_bytes": "memory_estimate_bytes",
-    "epoch": "epoch",
-    "batch_index": "batch_index",
-    "num_batches": "num_batches",
 }
 """Columns of each rank, and the fields of ``HostMeasurements`` that provide them."""
 _FROM_RECORD = (
@@ -427,11 +415,9 @@ class StepLog:
         scalars, such as ``loss/generator``; the first optimizer's numbers are the run's as well.
         """
         of_run = measured.turn <= 1
-        tokens = (
-            measured.tokens
-            if measured.tokens is not None
-            else _tokens_from_weights(measured, reduced)
-        )
+        tokens = measured.tokens
+        if tokens is None:
+            tokens = _tokens_from_weights(measured, reduced)
         if not of_run:
             tokens = None  # all optimizers train on the first one's batches: count a token once
         if tokens is not None:
@@ -441,9 +427,8 @@ class StepLog:
         extra: dict[str, Value] = {"rank_loss": losses[reduced.layout.rank], **columns}
         with self._faults.fail_open("columns"):
             extra["communication_seconds"] = measured.communication_seconds()
-            extra["optimizer_seconds"] = measured.optimizer_seconds
-            if measured.timeline is not None:
-                extra |= measured.section_columns()
+            extra["optimizer_seconds"] = measured.times.optimizer
+            extra |= measured.section_columns()
             if samples is not None:
                 extra["rank_grad_norm"] = samples.own_grad_norm
                 extra["reduction_error"] = samples.reduction_error
@@ -609,7 +594,7 @@ class Rank0Columns:
         """Return rank 0's additional columns of the steps stream; call once per step."""
         if measured.flops is not None:
             self._utilization.use_counted_flops(measured.flops, tokens)
-        seconds = measured.duration_seconds
+        seconds = measured.times.duration
         columns: dict[str, Value] = {
             "verdict": derived.verdict_column(record),
             "culprit_rank": _culprit(record),

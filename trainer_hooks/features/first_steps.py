@@ -63,4 +63,5 @@ class FirstStepsFeature(StepFeature):
             "monitor.state_dict() in it and call monitor.load_state_dict(state) before the first "
             "step; for a new training set another VITALS_RUN_ID"
         )
-        run.warn("starts_again", text + run.features.on_second_start(), step=0)
+        text += "".join(feature.on_second_start() for feature in run.features)
+        run.warn("starts_again", text, step=0)

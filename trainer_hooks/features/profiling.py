@@ -369,10 +369,10 @@ class ProfilingFeature(StepFeature):
     def on_row_written(self, step: ReturnedStep) -> None:
         """Update this rank's lateness, and the detection of slowdowns, with a step's times."""
         measured = step.measured
-        self._lateness.add(step.columns, measured.data_wait_seconds)
+        self._lateness.add(step.columns, measured.times.data_wait)
         if self.slowdowns is not None and measured.turn <= 1:
             with self._run.faults.fail_open("slowdowns"):
-                seconds = measured.duration_seconds
+                seconds = measured.times.duration
                 self.slowdowns.add(step.step, step.attempt, step.columns, seconds)
 
     def own_command(self) -> Command | None:

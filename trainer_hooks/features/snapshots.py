@@ -108,7 +108,7 @@ class SnapshotsFeature(StepFeature):
     def before_update(self) -> None:
         """Make the update wait, on the device, for a copy in flight."""
         if self._recovery is not None:
-            self._recovery.before_update()
+            self._recovery.ring.before_update()
 
     # ------------------------------------------------------------------------- after a step
 
@@ -167,7 +167,7 @@ class SnapshotsFeature(StepFeature):
         kinds = {finding.kind for finding in judgement.findings}
         if "snapshot_missed" in kinds and rank in reduced.ranks_where("snapshot_missed"):
             assert self._recovery is not None, "only a run with snapshots misses one"
-            text = f"rank {rank} could not take a snapshot: {self._recovery.failure}"
+            text = f"rank {rank} could not take a snapshot: {self._recovery.ring.failure}"
             run.note_of_rank("snapshot_missed", text, step=step.step)
         has_nonfinite = rank in reduced.ranks_where("nonfinite_state")
         if not has_nonfinite or not (rolls_back or "nonfinite_state" in kinds):
@@ -187,13 +187,13 @@ class SnapshotsFeature(StepFeature):
         """Continue snapshots if the model itself writes the values: no rollback fixed them."""
         if self._recovery is not None:
             with self._run.faults.fail_open("state_check"):
-                return self._recovery.accept(names)
+                return self._recovery.ring.accept(names)
         return False
 
     def _nonfinite_names(self) -> list[str]:
         """Return the names of this rank's non-finite tensors."""
         with self._run.faults.fail_open("state_check"):
-            source = self._recovery if self._recovery is not None else self._state_check
+            source = self._state_check if self._recovery is None else self._recovery.ring
             return [] if source is None else source.nonfinite_names()
         return []
 

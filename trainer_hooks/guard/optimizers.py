@@ -71,7 +71,7 @@ class RestorableData(Protocol):
     def keep(self) -> None:
         """Copy the data; call after the update, before the next forward."""
 
-    def put_back(self, bad: Tensor) -> None:
+    def put_back(self, bad: Tensor) -> object:
         """Restore the copy from before the step if the step was bad; never wait."""
 
     def settle(self, bad: Tensor) -> None:
@@ -193,13 +193,13 @@ class BufferShadow:
                 return False
         return True
 
-    def keep(self) -> None:
-        """Copy the buffers; call after the update, before the next forward."""
-        self._save_buffers()
-
     @torch.no_grad()
-    def _save_buffers(self, *, is_kept: bool = False) -> None:
-        """Copy the model's buffers, as far as they may have changed."""
+    def keep(self, *, is_kept: bool = False) -> None:
+        """Copy the buffers that may have changed; call after the update, before the next forward.
+
+        Args:
+            is_kept: whether the flat copies already equal the buffers.
+        """
         live = self._live_buffers()
         if live is self._kept_of:
             if not self._flat and not self._one_by_one:
@@ -253,21 +253,20 @@ class BufferShadow:
         versions = self._versions
         return {i: b for i, b in live.items() if i not in versions or versions[i] != b._version}
 
-    def put_back(self, bad: Tensor) -> None:
-        """Restore every kept buffer if ``bad`` is 1. Does not wait.
-
-        If forward changed a buffer's shape or type, no copy fits, so it is not restored.
-        """
-        self._put_back(bad)
-
     def settle(self, bad: Tensor) -> None:
         """Restore the buffers if ``bad`` is 1, and keep a copy of the result."""
         if self._places:
-            self._save_buffers(is_kept=self._put_back(bad))
+            self.keep(is_kept=self.put_back(bad))
 
     @torch.no_grad()
-    def _put_back(self, bad: Tensor) -> bool:
-        """Restore, and return whether the flat copies already equal the buffers."""
+    def put_back(self, bad: Tensor) -> bool:
+        """Restore every kept buffer if ``bad`` is 1. Does not wait.
+
+        If forward changed a buffer's shape or type, no copy fits, so it is not restored.
+
+        Returns:
+            Whether the flat copies already equal the buffers.
+        """
         live = self._live_buffers()
         if reads_are_free(bad.device) and not bad.item():
             return False

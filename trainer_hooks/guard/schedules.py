@@ -7,8 +7,8 @@ steps it too, its count differs from the count after Vitals' last step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 from torch.optim import Optimizer, lr_scheduler
 
@@ -18,17 +18,8 @@ from trainvitals.errors import UsageError
 SchedulerEvery = Literal["step", "epoch"]
 
 
-class Warn(Protocol):
-    """Reports a likely mistake."""
-
-    def __call__(self, code: str, text: str, *, step: int) -> None:
-        """Report it as a note with this code."""
-
-
 _NEARLY_ZERO = 1e-3
 """Share of a learning rate that is left after it has decayed."""
-
-
 _MOST_EPOCHS = 1_000
 """A schedule that ends within this number of counts may count epochs."""
 _LOOK_EVERY = 16
@@ -44,10 +35,12 @@ class SchedulerStepper:
     Args:
         schedulers: at least one.
         every: an update or an epoch.
-        warn: reports a warning once, to the user.
+        warn: reports a likely mistake, from the code and text of a note and its ``step``.
     """
 
-    def __init__(self, schedulers: Sequence[Any], every: SchedulerEvery, warn: Warn) -> None:
+    def __init__(
+        self, schedulers: Sequence[Any], every: SchedulerEvery, warn: Callable[..., None]
+    ) -> None:
         self._schedulers = schedulers
         self.every = every
         self._warn = warn
@@ -136,13 +129,9 @@ class SchedulerStepper:
         """
         self._is_training = True
         if self.every == "step":
-            self._step_schedulers(optimizers)
+            self.step_schedulers(optimizers)
 
-    def end_epoch(self) -> None:
-        """Step the schedulers once."""
-        self._step_schedulers()
-
-    def _step_schedulers(self, optimizers: Sequence[Optimizer] = ()) -> None:
+    def step_schedulers(self, optimizers: Sequence[Optimizer] = ()) -> None:
         """Step the LR schedulers of these optimizers, or all of them."""
         for i, scheduler in enumerate(self._schedulers):
             if optimizers and not any(optimizer_of(scheduler) is o for o in optimizers):
@@ -172,7 +161,7 @@ class SchedulerStepper:
             return
         self.sees_epochs |= missing > 0
         for _ in range(missing):
-            self._step_schedulers()
+            self.step_schedulers()
 
     # ------------------------------------------------------------------------------ a rollback
 
@@ -196,7 +185,7 @@ class SchedulerStepper:
             self._epoch = epoch
             return
         for _ in range(max(undone, default=0)):
-            self._step_schedulers()
+            self.step_schedulers()
 
     # ------------------------------------------------------- updates confused with epochs
 

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
 from trainer_hooks.features.sigterm import SigtermFeature
@@ -24,28 +24,13 @@ from trainer_hooks.lifecycle.sigterm_watchdog import SigtermWatchdog
 from trainer_hooks.step.context import RunContext
 from trainvitals.records import RunEnded
 
+if TYPE_CHECKING:
+    from trainer_hooks.lifecycle.loop import MonitorBase
+
 _LOG = logging.getLogger("trainvitals")
 
 EndState = Literal["finished", "interrupted", "failed"]
 Handler = Callable[[int, FrameType | None], Any] | int | None
-
-
-class OpenMonitor(Protocol):
-    """A monitor that is not closed yet."""
-
-    shutdown: Shutdown
-    left_open: tuple[EndState, str]
-    """State and reason recorded if it is never closed."""
-
-    @property
-    def optimizers(self) -> tuple[Any, ...]:
-        """Guarded optimizers."""
-
-    def end(self, state: EndState, reason: str) -> None:
-        """Close the monitor with this end state."""
-
-    def end_by(self, error: BaseException) -> None:
-        """Close the monitor with the end state that the error implies."""
 
 
 class Shutdown:
@@ -142,19 +127,19 @@ class Shutdown:
 EXIT_CODE = 128 + signal.SIGTERM
 """Exit code after SIGTERM: not 0, which a scheduler would treat as finished."""
 
-open_monitors: WeakSet[OpenMonitor] = WeakSet()
+open_monitors: WeakSet[MonitorBase] = WeakSet()
 """Monitors that are not closed yet."""
 _previous: Handler = None
 
 
-def track_monitor(monitor: OpenMonitor) -> None:
+def track_monitor(monitor: MonitorBase) -> None:
     """Track this monitor until it is closed."""
     open_monitors.add(monitor)
     if monitor.shutdown.is_rank0 or monitor.shutdown.saves:
         _install_sigterm_handler()
 
 
-def untrack_monitor(monitor: OpenMonitor) -> None:
+def untrack_monitor(monitor: MonitorBase) -> None:
     """Stop tracking this monitor; restore the SIGTERM handler if it was the last one.
 
     If a SIGTERM arrived too late for a step to handle it, end the process now.

@@ -63,7 +63,8 @@ def carry_out(
     if run.terminal is not None and (decision is not None or run.terminal.in_row):
         _report_action(run, decision, restored)
     if judgement.order is not None:
-        run.features.on_command(judgement.order, now_step=now_step)
+        for feature in run.features:
+            feature.on_command(judgement.order, now_step=now_step)
     if ack is not None:
         acknowledged = CommandAcknowledged(ack=ack)
         run.emitter.run_event(acknowledged, step=now_step, attempt=run.attempt)
@@ -182,7 +183,8 @@ def begin_attempt(
 ) -> None:
     """Continue as a new attempt, with the detectors of its start state."""
     run.attempt = attempt.id
-    run.features.on_attempt(attempt)
+    for feature in run.features:
+        feature.on_attempt(attempt)
     run.judge.rolled_back(detector_state=detectors, attempt=attempt.id, step=attempt.fork_step)
     run.checks_parameters = False
 
