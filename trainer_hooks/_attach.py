@@ -32,6 +32,7 @@ from trainer_hooks.step.actions import carry_out
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.phases import Orders, Prepared, refuse_at_step
 from trainer_hooks.step.run import judge_returned
+from trainer_hooks.tensors.optimizer_state import params_of
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.detect.outliers import LossKind
 from trainvitals.detect.posttraining.names import Task, loss_kind_of_task
@@ -353,9 +354,5 @@ def _finite_max_norm(max_norm: MaxNorm | None) -> MaxNorm | None:
 
 def _weak_gradient_refs(optimizer: Optimizer) -> list[Callable[[], Tensor | None]]:
     """Return weak references to the gradients, so that they are not kept alive."""
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    return [_return_none if grad is None else weakref.ref(grad) for grad in grads]
-
-
-def _return_none() -> None:
-    """Replace the weak reference to a gradient that does not exist."""
+    grads = [param.grad for param in params_of([optimizer])]
+    return [(lambda: None) if grad is None else weakref.ref(grad) for grad in grads]

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from trainer_hooks.guard.ema import EMA
 from trainer_hooks.tensors.copying import wait_for_copies
 from trainer_hooks.tensors.events import AsyncCopy
-from trainer_hooks.tensors.optimizer_state import true_elements
+from trainer_hooks.tensors.optimizer_state import params_of, true_elements
 from trainvitals.errors import UsageError
 
 
@@ -32,7 +32,7 @@ class GuardedAverages:
     def __init__(self, state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
         self._emas = emas_in(state)
         self._names = {
-            id(optimizer): [ema.names_of(_optimizer_params([optimizer])) for ema in self._emas]
+            id(optimizer): [ema.names_of(params_of([optimizer])) for ema in self._emas]
             for optimizer in optimizers
         }
         self._updates = [
@@ -114,16 +114,12 @@ def refuse_averages(
                 "would not be updated",
                 hint="remove it from state, and call ema.update() after each step of the engine",
             )
-        ema.refuse_watch(_optimizer_params(optimizers))
+        ema.refuse_watch(params_of(optimizers))
 
 
 def emas_in(state: Mapping[str, Any]) -> list[EMA]:
     """Return each registered ``EMA`` once, even if it has several names."""
     return [*{id(ema): ema for ema in state.values() if isinstance(ema, EMA)}.values()]
-
-
-def _optimizer_params(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    return [p for o in optimizers for group in o.param_groups for p in group["params"]]
 
 
 _ENGINE = 0
@@ -135,7 +131,7 @@ class _GuardedAverage:
 
     def __init__(self, average: AveragedModel, optimizers: Sequence[Optimizer]) -> None:
         self._average = average
-        self._held = {id(o): {*map(id, _optimizer_params([o]))} for o in optimizers} or {
+        self._held = {id(o): {*map(id, params_of([o]))} for o in optimizers} or {
             _ENGINE: set()
         }
         self._bad: dict[int, Tensor] = {}

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from trainer_hooks.guard.hook_memory import comm_hook_states, comm_hooks
 from trainer_hooks.stateful import HasStateDict
+from trainer_hooks.tensors.optimizer_state import params_of
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 
@@ -135,8 +136,7 @@ def _steppers_in_backward(model: nn.Module, optimizers: Sequence[Optimizer]) -> 
     if any(steps_an_optimizer(hook) for hook, _ in comm_hooks(model)):
         yield "a DDP communication hook"
     param_names = {id(p): f"parameter {n!r}" for n, p in model.named_parameters()}
-    optimizer_params = (p for o in optimizers for group in o.param_groups for p in group["params"])
-    for param in (*model.parameters(), *optimizer_params):
+    for param in (*model.parameters(), *params_of(optimizers)):
         name = param_names.get(id(param), "a parameter")
         if getattr(param, "_in_backward_optimizers", None):
             yield f"_apply_optimizer_in_backward on {name}"

@@ -25,6 +25,7 @@ from trainer_hooks.arguments import as_list
 from trainer_hooks.guard.optimizers import ModelLoadHook
 from trainer_hooks.integrations import framework
 from trainer_hooks.integrations.framework import Options, is_off, require_version
+from trainer_hooks.tensors.optimizer_state import params_of
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.errors import UsageError
 
@@ -298,8 +299,7 @@ class AcceleratorHooks:
         attached.before_clip(max_norm)
 
     def _trainable_param_ids(self) -> set[int]:
-        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-        return {id(p) for group in groups for p in group["params"] if p.requires_grad}
+        return {id(p) for p in params_of(self._optimizers) if p.requires_grad}
 
     def _refuse_clip(self) -> None:
         """Refuse a clip in a loop that was declared to not clip.

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from trainer_hooks.measures.sections import SectionTimeline, SectionTimer
 from trainer_hooks.tensors.events import record_event
 from trainer_hooks.tensors.gradients import local_tensor
-from trainer_hooks.tensors.optimizer_state import is_dense
+from trainer_hooks.tensors.optimizer_state import is_dense, params_of
 from trainvitals.clock import Clock
 from trainvitals.flops import mfu_ratio, peak_flops, transformer_flops_per_token
 from trainvitals.records import Phase
@@ -462,8 +462,7 @@ class MemoryEstimate:
         return self._bytes
 
     def _estimate(self) -> int:
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        trained = [param for group in groups for param in group["params"]]
+        trained = params_of(self._optimizers)
         states = [state for o in self._optimizers for state in o.state.values()]
         tensors = [
             *trained,

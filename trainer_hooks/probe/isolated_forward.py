@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from trainer_hooks.tensors.clearing import has_compiled_graphs
 from trainer_hooks.tensors.gradients import reshard
-from trainer_hooks.tensors.optimizer_state import is_dense, true_elements
+from trainer_hooks.tensors.optimizer_state import is_dense, params_of, true_elements
 from trainer_hooks.tensors.rng import capture_rng, restore_rng
 
 _PLAIN = (bool, int, float, str, type(None), Tensor)
@@ -45,7 +45,7 @@ def isolated_forward(
     """
     modules = list(model.modules())
     reshard(model)
-    tensors = _optimizer_tensors(optimizers)
+    tensors = {id(p): p for p in params_of(optimizers)}
     everything = {id(p): p for p in (*model.parameters(), *tensors.values())}
     with ExitStack() as undo:
         undo.callback(restore_rng, capture_rng())
@@ -92,12 +92,6 @@ def is_sharded(model: nn.Module) -> bool:
     """Return whether FSDP1, FSDP2 or another DTensor shards the model."""
     by_module = any(hasattr(m, "_get_fsdp_state") or hasattr(m, "_handle") for m in model.modules())
     return by_module or any(hasattr(p, "placements") for p in model.parameters())
-
-
-def _optimizer_tensors(optimizers: Iterable[Optimizer]) -> dict[int, Tensor]:
-    """Return the optimizers' parameters by ``id``, to restore after a forward."""
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return {id(p): p for group in groups for p in group["params"]}
 
 
 # ------------------------------------------------------------------------- modules' attributes

@@ -35,6 +35,7 @@ from trainer_hooks.probe.isolated_forward import (
     seed_all,
 )
 from trainer_hooks.ranks import Ranks
+from trainer_hooks.tensors.optimizer_state import params_of
 from trainvitals.policy.evidence import MIN_BATCHES, NONFINITE_GRADIENT, Ask, ProbeResult
 from trainvitals.printable import name_type
 from trainvitals.records import Note
@@ -327,9 +328,7 @@ class Probe:
         """
         if is_sharded(self._model):
             return True
-        parameters = [
-            p for o in self._optimizers for group in o.param_groups for p in group["params"]
-        ]
+        parameters = params_of(self._optimizers)
         parameters = [p for p in parameters if p.requires_grad and not p.is_sparse]
         with torch.enable_grad():
             try:

@@ -542,7 +542,7 @@ class StateCheck:
 
     def _others(self) -> dict[str, Tensor]:
         """Return buffers, and parameters that no optimizer has."""
-        trained = {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}
+        trained = set(map(id, optimizer_state.params_of(self._optimizers)))
         named = {f"buffer.{clean_name(n)}": b for n, b in self._model.named_buffers()}
         for name, param in self._model.named_parameters():
             if id(param) not in trained:
@@ -554,7 +554,7 @@ class StateCheck:
         others = self._others().items()
         live = {k: t for k, t in others if self._finite_at_start.get(k) == TensorSpec.of(t)}
         for i, optimizer in enumerate(self._optimizers):
-            for number, param in enumerate(p for g in optimizer.param_groups for p in g["params"]):
+            for number, param in enumerate(optimizer_state.params_of([optimizer])):
                 name = self._names.get(id(param), f"unnamed.{number}")
                 parts = {f"model.{name}": param}
                 state = optimizer.state.get(param)
