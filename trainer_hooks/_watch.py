@@ -50,12 +50,12 @@ from trainer_hooks.run_paths import RunPaths, open_inbox, open_journal, open_run
 from trainer_hooks.step.actions import snapshot_meta, start_branch, take_meta
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import StepFeatures
-from trainer_hooks.tensors.gradients import NamedModels, unwrap
+from trainer_hooks.tensors.gradients import unwrap
 from trainer_hooks.terminal import Terminal
 from trainvitals.catalog import MAX_GROUPS
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.detect.outliers import LossKind
-from trainvitals.detect.posttraining.names import Task, loss_kind_of_task
+from trainvitals.detect.posttraining.names import Task
 from trainvitals.early_stopping import EarlyStopping
 from trainvitals.policy import Judge
 from trainvitals.records import (
@@ -173,9 +173,7 @@ def watch(
         state=state,
         signals=signals,
         early_stopping=early_stopping,
-        loss_kind=loss_kind
-        or loss_kind_of_task(task)
-        or ("adversarial" if isinstance(whole, NamedModels) else "minimize"),
+        loss_kind=loss_kind,
         task=task,
         scheduler_every=scheduler_every,
         on_hang=on_hang,
@@ -345,7 +343,7 @@ def _run_context(
         faults=faults,
     )
     recovery = _build_recovery(given, ranks, device, place, plan, emitter, clock, state, replicas)
-    config = msgspec.structs.replace(place.judge, loss_kind=given.loss_kind)
+    config = msgspec.structs.replace(place.judge, loss_kind=given.meaning_of_loss())
     judge = Judge(config, mode, facts=msgspec.structs.replace(place.plan.facts, halted=""))
     norms, sampler = device.norms, device.sampler
     signals = given.signals or SignalSettings()

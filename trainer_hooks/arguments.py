@@ -25,7 +25,7 @@ from trainer_hooks.recovery.manager import CheckpointSettings
 from trainer_hooks.tensors.gradients import NamedModels, unwrap
 from trainvitals.auto_clip import MaxNorm, refuse_max_norm
 from trainvitals.detect.outliers import LossKind
-from trainvitals.detect.posttraining.names import TASKS, Task, is_task
+from trainvitals.detect.posttraining.names import TASKS, Task, is_task, loss_kind_of_task
 from trainvitals.early_stopping import EarlyStopping
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.rundir import RunDir
@@ -44,19 +44,19 @@ class WatchArguments:
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
     schedulers: tuple[Any, ...] = ()
-    run: str | None
-    mode: str
-    scaler: torch.amp.GradScaler | None
+    run: str | None = None
+    mode: str = "guard"
+    scaler: torch.amp.GradScaler | None = None
     checkpoints: CheckpointSettings | str | Path | bool | None = None
-    dir: str | Path | None
-    tokens_per_step: int | None
-    config: Mapping[str, object] | None
-    tags: Sequence[str]
-    state: Mapping[str, Any] | None
-    signals: SignalSettings | None
+    dir: str | Path | None = None
+    tokens_per_step: int | None = None
+    config: Mapping[str, object] | None = None
+    tags: Sequence[str] = ()
+    state: Mapping[str, Any] | None = None
+    signals: SignalSettings | None = None
     engine: UpdateEngine | None = None
     early_stopping: EarlyStopping | None = None
-    loss_kind: LossKind = "minimize"
+    loss_kind: LossKind | None = None
     task: Task | None = None
     scheduler_every: SchedulerEvery = "step"
     on_hang: OnHang = "alert"
@@ -69,6 +69,11 @@ class WatchArguments:
     owns_step: bool = True
     """Whether Vitals controls the step of the loop, so that it can roll back."""
     max_norm: MaxNorm | None = None
+
+    def meaning_of_loss(self) -> LossKind:
+        """Return the kind of loss; by default that of the task, otherwise of the models."""
+        default: LossKind = "adversarial" if isinstance(self.model, NamedModels) else "minimize"
+        return self.loss_kind or loss_kind_of_task(self.task) or default
 
     def tokens(self) -> int | None:
         """Return the argument ``tokens_per_step`` as a number; raise if invalid."""
@@ -130,14 +135,14 @@ class WatchArguments:
             settings = checkpoints if isinstance(checkpoints, CheckpointSettings) else None
             how = bool(checkpoints) if settings is None else replace(settings, directory=Path("/"))
             _check_early_stopping(self.early_stopping)
-            _check_loss_kind(self.loss_kind)
+            _check_loss_kind(self.meaning_of_loss())
             _check_task(self.task)
             _check_scheduler_every(self.scheduler_every)
             _check_on_hang(self.on_hang)
             self.declared_schedule()
             scaled = self.scaler is not None and self.scaler.is_enabled()
             mode = _effective_mode(self.mode, environ, checkpoints, owns_step=self.owns_step)
-            return mode, scaled, how, self.early_stopping, self.loss_kind
+            return mode, scaled, how, self.early_stopping, self.meaning_of_loss()
 
         modes, scaled, checkpoint_settings, ends, kinds = zip(
             *on_every_rank(ranks, checked), strict=True

@@ -131,9 +131,7 @@ class _GuardedAverage:
 
     def __init__(self, average: AveragedModel, optimizers: Sequence[Optimizer]) -> None:
         self._average = average
-        self._held = {id(o): {*map(id, params_of([o]))} for o in optimizers} or {
-            _ENGINE: set()
-        }
+        self._held = {id(o): {*map(id, params_of([o]))} for o in optimizers} or {_ENGINE: set()}
         self._bad: dict[int, Tensor] = {}
         """Verdict of each optimizer's last step, the latest last."""
         self._owners: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()

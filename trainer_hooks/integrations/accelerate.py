@@ -314,8 +314,7 @@ class AcceleratorHooks:
         )
         if self._attached.step_index == self._attached._first_step:
             raise error
-        with self._attached._run.faults.fail_open("clip"):
-            raise error
+        self._attached._run.faults.count("clip", error)
 
     # --------------------------------------------------------------------------- the scaler
 

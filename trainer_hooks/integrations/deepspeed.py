@@ -39,7 +39,6 @@ from trainer_hooks.integrations.zero import (
 )
 from trainer_hooks.noop import Unattached
 from trainer_hooks.probe.probe import LossOf
-from trainvitals.detect.posttraining.names import loss_kind_of_task
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 from trainvitals.records import OVERFLOW
@@ -61,24 +60,13 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
     """
     require_version("deepspeed", OLDEST, extra="deepspeed")
     seat = None if is_off(options) else _engine_hook_of(engine)
-    task = options.get("task")
     arguments = WatchArguments(
         model=getattr(engine, "module", engine),
         optimizers=() if seat is None else (seat.optimizer,),
         scaler=None if seat is None else seat.scaler,
         engine=None if seat is None else seat.holder,
-        run=options.get("run"),
-        mode=options.get("mode", "guard"),
-        dir=options.get("dir"),
-        tokens_per_step=options.get("tokens_per_step"),
-        config=options.get("config"),
-        tags=options.get("tags", ()),
-        state=options.get("state"),
-        signals=options.get("signals"),
-        loss_kind=options.get("loss_kind") or loss_kind_of_task(task) or "minimize",
-        task=task,
-        on_hang=options.get("on_hang", "alert"),
         owns_clip=False,
+        **options,
     )
     parts = build_monitor_parts(arguments)
     if parts is None or seat is None:
@@ -229,8 +217,7 @@ class DeepSpeedAttached(Attached):
         )
         if self._step == self._first_step:
             raise error
-        with self._run.faults.fail_open("unguarded_step"):
-            raise error
+        self._run.faults.count("unguarded_step", error)
 
 
 def _marked_as_overflow(judged: Judged) -> Judged:

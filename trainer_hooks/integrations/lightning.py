@@ -177,12 +177,11 @@ class VitalsCallback(_Callback):
         if getattr(optimizer, "optimizer", optimizer) is self._optimizer:
             self.attached.before_clip(_max_norm(trainer, pl_module))
             return
-        with self.attached._run.faults.fail_open("unguarded_step"):
-            raise UsageError(
-                "the trainer's optimizer was replaced after training began: its steps are not "
-                "guarded",
-                hint="replace it before trainer.fit(), in configure_optimizers",
-            )
+        error = UsageError(
+            "the trainer's optimizer was replaced after training began: its steps are not guarded",
+            hint="replace it before trainer.fit(), in configure_optimizers",
+        )
+        self.attached._run.faults.count("unguarded_step", error)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Exclude the validation from the time of the next step."""

@@ -180,8 +180,7 @@ class _StepJudge:
         )
         if attached.step_index == attached._first_step:
             raise error
-        with attached._run.faults.fail_open("forward_backward_step"):
-            raise error
+        attached._run.faults.count("forward_backward_step", error)
 
     @torch.no_grad()
     def _hide_from_torchtitan(self, loss: Any) -> None:

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.tensors.events import record_event
-from trainer_hooks.tensors.gradients import NamedModels
+from trainer_hooks.tensors.gradients import NamedModels, fsdp2_groups
 
 Section = Literal["before_forward", "forward", "backward", "gradient_wait", "after_backward"]
 SECTIONS: tuple[Section, ...] = (
@@ -327,12 +327,7 @@ def _parameter_groups(wrapper: nn.Module) -> Iterator[Any]:
     seen: set[int] = set()
     for module in wrapper.modules():
         if _is_fsdp2(module):
-            state: Any = module._get_fsdp_state()  # type: ignore[operator]
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:  # before torch 2.12
-                only = getattr(state, "_fsdp_param_group", None)
-                groups = [] if only is None else [only]
-            for group in groups:
+            for group in fsdp2_groups(module._get_fsdp_state()):  # type: ignore[operator]
                 if id(group) not in seen:
                     seen.add(id(group))
                     yield group

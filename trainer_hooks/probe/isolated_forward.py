@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer_hooks.tensors.clearing import has_compiled_graphs
-from trainer_hooks.tensors.gradients import reshard
+from trainer_hooks.tensors.gradients import fsdp2_groups, reshard
 from trainer_hooks.tensors.optimizer_state import is_dense, params_of, true_elements
 from trainer_hooks.tensors.rng import capture_rng, restore_rng
 
@@ -201,7 +201,7 @@ def _fsdp_as_before(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[
     If a forward raised halfway, FSDP's states are reset to those between two forwards.
     """
     states = [m._get_fsdp_state() for m in modules if hasattr(m, "_get_fsdp_state")]  # type: ignore[operator]
-    groups = [g for state in states for g in _fsdp_param_groups(state)]
+    groups = [g for state in states for g in fsdp2_groups(state)]
     orders = [(g, list(g._post_forward_indices)) for g in groups]
     lists = {id(o): (o, list(o)) for g in groups if (o := _post_forward_order(g)) is not None}
     try:
@@ -219,15 +219,6 @@ def _fsdp_as_before(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[
         for order, before in lists.values():
             order[:] = before
         reshard(model)
-
-
-def _fsdp_param_groups(state: Any) -> list[Any]:
-    """Return the parameter groups of an FSDP2 state; up to about torch 2.11 there is only one."""
-    several = getattr(state, "_fsdp_param_groups", None)
-    if several is not None:
-        return list(several)
-    group = getattr(state, "_fsdp_param_group", None)
-    return [] if group is None else [group]
 
 
 def _post_forward_order(group: Any) -> Any:

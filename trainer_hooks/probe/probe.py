@@ -86,7 +86,7 @@ class Probe:
         emitter: Emitter,
         faults: FaultCounter,
         max_bytes: int | None = None,
-        rewind: Callable[[], None] | None = None,
+        rewind: Callable[[], object] | None = None,
     ) -> None:
         self._model = model
         self._optimizers = tuple(optimizers)
@@ -372,7 +372,7 @@ class _Task(NamedTuple):
     batches: list[Any]
     """Kept batches, as many as every rank has."""
     seed: int = 0
-    rewind: Callable[[], None] | None = None
+    rewind: Callable[[], object] | None = None
     """Restores buffers to the start of the step; called inside ``isolated_forward``."""
     with_gradient: bool = False
     """Whether to check the gradient of the first batch, too."""

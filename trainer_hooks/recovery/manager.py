@@ -330,9 +330,7 @@ class Snapshot:
     @property
     def num_bytes(self) -> int:
         """Size of the copied tensors."""
-        if self._slot is None:
-            return 0
-        return self._slot.num_bytes
+        return 0 if self._slot is None else self._slot.num_bytes
 
 
 class SnapshotRing:
@@ -1290,10 +1288,5 @@ class RecoveryManager:
                 attempt = int(change.checkpoint_id.rpartition("-")[2])
                 self.newest_saved = change.checkpoint_step, attempt
         for change in self.ring.take_changes() + stored:
-            emit_checkpoint_change(self._emitter, change)
-
-
-def emit_checkpoint_change(emitter: Emitter, change: CheckpointChanged) -> None:
-    """Write a checkpoint's change as an event of the checkpoint's attempt."""
-    attempt = int(change.checkpoint_id.rpartition("-")[2])
-    emitter.run_event(change, step=change.checkpoint_step, attempt=attempt)
+            attempt = int(change.checkpoint_id.rpartition("-")[2])
+            self._emitter.run_event(change, step=change.checkpoint_step, attempt=attempt)

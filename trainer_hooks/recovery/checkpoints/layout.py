@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainer_hooks.recovery.checkpoints.shard_layout import LocalShard, Shape, ShardPiece
-from trainer_hooks.recovery.state import TensorSpec
-from trainvitals.errors import CheckpointError
+from trainer_hooks.recovery.state import TensorSpec, mismatch_error
 
 Scalars = list[dict[str, dict[str, Any]]]
 """For each optimizer, by parameter: the state that is not a tensor."""
@@ -96,7 +95,7 @@ class RankShardLayout:
             for whole, values in of_params.items():
                 param = self._owners.get(_MODEL + whole, _MODEL + whole).removeprefix(_MODEL)
                 if by_param.setdefault(param, dict(values)) != values:
-                    raise _mismatch_error(
+                    raise mismatch_error(
                         f"the state of {whole} differs from that of others in {param}"
                     )
             collected.append(by_param)
@@ -121,12 +120,12 @@ class RankShardLayout:
         """
         for whole in self._owners:
             if whole.startswith(_MODEL) and whole not in stored:
-                raise _mismatch_error(f"{whole} is not in the checkpoint")
+                raise mismatch_error(f"{whole} is not in the checkpoint")
         specs: dict[str, TensorSpec] = {}
         for name, spec in stored.items():
             key, local = self._local_key_and_spec(name, spec, is_own=name in rank_keys)
             if specs.setdefault(key, local) != local:
-                raise _mismatch_error(
+                raise mismatch_error(
                     f"{name} was saved as {spec}; others in {key} are not of that kind"
                 )
         return specs
@@ -144,7 +143,7 @@ class RankShardLayout:
         if is_own and moment and self.find(key, spec.shape) is None:
             return key, spec  # it had no position in a complete tensor, and has none now
         if is_own and not name.startswith("extra."):
-            raise _mismatch_error(
+            raise mismatch_error(
                 f"{name} was saved separately by each rank; here all ranks share it"
             )
         if _is_cut_alike(moment, spec.shape, tensor.wholes[whole]):
@@ -152,7 +151,7 @@ class RankShardLayout:
         if moment and (math.prod(spec.shape) == 1 or tensor.uncut):
             return key, spec
         text = f"{name} was saved as {spec}; the shape of {whole} is {tensor.wholes[whole]} now"
-        raise _mismatch_error(text + (", and there is no rule to cut it" if moment else ""))
+        raise mismatch_error(text + (", and there is no rule to cut it" if moment else ""))
 
 
 def _is_cut_alike(moment: str, shape: Shape, of_param: Shape) -> bool:
@@ -168,10 +167,3 @@ def _parse_optimizer_key(key: str) -> tuple[int, str, str]:
 
 def _optimizer_key(i: int, whole: str, name: str) -> str:
     return f"optim.{i}.{whole.removeprefix(_MODEL)}.{name}"
-
-
-def _mismatch_error(text: str) -> CheckpointError:
-    """Return the error of a checkpoint that does not match the training."""
-    return CheckpointError(
-        text, hint="restore with the same model, optimizers, schedulers and watch(state=...)"
-    )
