@@ -114,11 +114,7 @@ def agent_restart_delay_ns(losses: int) -> int:
 class NodeAgent:
     """The agent that this process started, and restarts if it was killed or failed.
 
-    Args:
-        start: starts the agent; closed with this object.
-        emitter: receives notes about the agent.
-        faults: counts errors.
-        now_ns: monotonic time.
+    Closes ``start`` at its end. All times are monotonic nanoseconds.
     """
 
     def __init__(
@@ -140,13 +136,7 @@ class NodeAgent:
         """None while no agent runs."""
 
     def restart_if_ended(self, now_ns: int, *, step: int, attempt: int) -> None:
-        """Restart the agent if it has ended and its delay has passed. Fails open, never waits.
-
-        Args:
-            now_ns: monotonic time.
-            step: step of the note.
-            attempt: attempt of the note.
-        """
+        """Restart the agent if it has ended and its delay has passed. Fails open, never waits."""
         if now_ns < self.next_look_ns:
             return
         self.next_look_ns = now_ns + LOOK_EVERY_NS

@@ -80,13 +80,9 @@ class RankEarlyStopping:
     def evaluated(
         self, values: Mapping[str, float], *, step: int, attempt: int, meta: Callable[[], Meta]
     ) -> None:
-        """Record the metric in ``values``, and copy the current state.
+        """Record the metric, if it is among ``values``, and copy the current state.
 
-        Args:
-            values: arguments of ``monitor.evaluate``; nothing happens without the metric.
-            step: next step to train.
-            attempt: attempt of that step.
-            meta: returns the part of a snapshot other than tensors.
+        ``step`` is trained next; ``meta`` returns the part of a snapshot other than tensors.
         """
         metric = self._settings.metric
         if metric not in values:
@@ -215,12 +211,8 @@ class RankEarlyStopping:
     def restore_best(self, *, step: int, attempt: int, meta: Callable[[], Meta]) -> RestoredBest:
         """Restore the best state, including a last evaluation. Collective.
 
-        Call on all ranks, after the numbers of all steps have been read back.
-
-        Args:
-            step: next step to train.
-            attempt: attempt of that step.
-            meta: as for ``evaluated``.
+        Call on all ranks, after the numbers of all steps have been read back. ``step`` is trained
+        next.
 
         Raises:
             UsageError: no best state was saved.

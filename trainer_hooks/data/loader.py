@@ -116,22 +116,11 @@ class Batches:
     replayed with it; skipped batches are loaded and dropped. Other iterables load and drop, and
     cannot be replayed.
 
-    Args:
-        loader: iterable of batches.
-        epochs: number of epochs; with more than one, ``set_epoch`` of the sampler is called.
-        clock: measures the wait.
-        waited: called after each wait, with nanoseconds.
-        waits: called before each wait.
-        windows: batches to skip.
-        state: position to continue from, of an equal loader.
-        loop: index of this loop over data in the run, from 0.
-        num_ranks: ranks that share the data.
-        can_rewind: whether ``rewind`` may be called: the initial state is then stored.
-        faults: counts exceptions of the loader's ``state_dict``.
-        keeps_content: whether ``LoadedBatch`` includes the batch, not only its position.
-        keeps_rng: whether ``LoadedBatch`` includes the RNG state.
-        seen: called with each batch before it is yielded; may modify it.
-        handed_out: called just before a batch is yielded.
+    With more than one epoch, ``set_epoch`` of the sampler is called. ``waits`` is called before
+    each wait, ``waited`` after it with nanoseconds. ``seen`` gets each batch before it is yielded,
+    and may modify it; ``handed_out`` is called just before. ``state`` is a position of an equal
+    loader, to continue from. ``loop`` counts the run's loops over data from 0. ``can_rewind`` keeps
+    the initial state for ``rewind``.
     """
 
     def __init__(

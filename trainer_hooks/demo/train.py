@@ -116,11 +116,6 @@ def place(local_rank: int, *, num_ranks: int, num_gpus: int) -> tuple[str, torch
 
     With fewer GPUs than ranks, ranks share GPUs: then over gloo, because NCCL refuses two ranks on
     one GPU.
-
-    Args:
-        local_rank: of this node.
-        num_ranks: on this node.
-        num_gpus: that are visible on this node.
     """
     if num_gpus == 0:
         return "gloo", torch.device("cpu")

@@ -380,11 +380,7 @@ class TokenCount:
 class StepLog:
     """Writes all data of a step whose numbers have been read back, and counts its tokens.
 
-    Args:
-        emitter: output of the rank.
-        columns: rank 0's columns in addition to the record.
-        faults: counts errors in deriving the columns.
-        is_rank0: whether this rank writes the values that are equal on all ranks.
+    ``columns`` are those of rank 0 in addition to the record.
     """
 
     def __init__(

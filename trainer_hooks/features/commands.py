@@ -172,13 +172,8 @@ def wait_paused_round(
     """Wait one round, then exchange rank 0's command and whether a rank received SIGTERM.
 
     Collective, on the training's own group: no other collective is in flight between two steps. A
-    round is short, so a pause of any length stays far from the group's timeout.
-
-    Args:
-        ranks: ranks of the job.
-        words: rank 0's command; zeros on other ranks, and without a command.
-        sigterm_received: whether this rank received SIGTERM.
-        device: device of the group's tensors.
+    round is short, so a pause of any length stays far from the group's timeout. ``words`` are zeros
+    on other ranks, and without a command.
     """
     time.sleep(ROUND_SECONDS)
     pack = torch.tensor([*words, float(sigterm_received)], dtype=torch.float64, device=device)

@@ -93,11 +93,7 @@ def _latest_spool_files(spool: Path) -> SpoolPosition:
 
 
 class RestartCheck:
-    """Whether a start continues from the weights of the earlier ones, judged by its losses.
-
-    Args:
-        earlier: losses of the earlier starts.
-    """
+    """Whether a start continues from the weights of the earlier ones, judged by its losses."""
 
     def __init__(self, earlier: EarlierLosses) -> None:
         self._earlier = earlier

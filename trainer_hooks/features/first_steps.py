@@ -23,8 +23,7 @@ class FirstStepsFeature(StepFeature):
     def expect_again(self, restart_check: RestartCheck | None) -> None:
         """Expect the first steps of a run that was started before, without a state to resume.
 
-        Args:
-            restart_check: compares the first losses with the earlier starts; only on rank 0.
+        Only rank 0 has a ``restart_check``.
         """
         self._starts_again, self._restart_check = True, restart_check
 

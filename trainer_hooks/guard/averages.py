@@ -58,12 +58,7 @@ class GuardedAverages:
             ema.refuse_swapped()
 
     def apply_verdict(self, bad: Tensor, optimizers: Sequence[Optimizer]) -> None:
-        """Apply a step's verdict, 0.0 or 1.0 on the device; call before its update.
-
-        Args:
-            bad: the verdict.
-            optimizers: the optimizers that the step moves.
-        """
+        """Apply a step's verdict, 0.0 or 1.0 on the device; call before these optimizers move."""
         for update in self._updates:
             update.apply_verdict(bad, optimizers)
         for i, ema in enumerate(self._emas):

@@ -43,12 +43,7 @@ _MOST_SKIPS = 64
 class DeclaredSchedule:
     """Compares the rates of each step with the declared schedule.
 
-    Args:
-        declared: schedule as given to ``watch``.
-        optimizers: the run's optimizers, in the order of the rates.
-        schedulers: schedulers that the monitor steps.
-        total_steps: length of the run; None if unknown.
-        every: whether the schedulers count updates or epochs.
+    ``optimizers`` are in the order of the rates; the monitor steps the ``schedulers``.
 
     Raises:
         UsageError: the schedule cannot be declared; the message explains why.

@@ -195,10 +195,9 @@ class BufferShadow:
 
     @torch.no_grad()
     def keep(self, *, is_kept: bool = False) -> None:
-        """Copy the buffers that may have changed; call after the update, before the next forward.
+        """Copy the buffers, as far as they may have changed; call after the update, before forward.
 
-        Args:
-            is_kept: whether the flat copies already equal the buffers.
+        ``is_kept``: the flat copies already equal the buffers.
         """
         live = self._live_buffers()
         if live is self._kept_of:
@@ -402,15 +401,12 @@ class OptimizerGuard:
         lr_factor: float,
         divisor: Tensor | None = None,
     ) -> None:
-        """Step the optimizer unless the verdict is bad.
+        """Step the optimizer unless the verdict ``bad``, 0.0 or 1.0 on the device, is bad.
 
-        Args:
-            bad: 0.0 or 1.0 on the device.
-            skip_on_host: the same verdict, already read, if an optimizer needs it on the host; None
-                leaves it on the device.
-            lr_factor: multiplies every group's rate, only during this step.
-            divisor: divisor of the gradients; only if the verdict is taken on the device, which
-                applies to every optimizer or none.
+        ``skip_on_host`` is the same verdict, already read, if an optimizer needs it on the host;
+        None leaves it on the device. ``lr_factor`` multiplies every group's rate, only during this
+        step. ``divisor`` divides the gradients: only if every optimizer takes the verdict on the
+        device.
         """
         if skip_on_host:
             self._mark_stepped()

@@ -30,12 +30,7 @@ class SchedulerStepper:
 
     Call ``check_double_stepping`` before each update and ``note_update`` after it. With
     ``every="epoch"`` the epochs of the data step them: ``iterate_epochs`` yields a loader's batches
-    and detects the end of an epoch.
-
-    Args:
-        schedulers: at least one.
-        every: an update or an epoch.
-        warn: reports a likely mistake, from the code and text of a note and its ``step``.
+    and detects the end of an epoch. ``warn`` takes the code and text of a note, and its ``step``.
     """
 
     def __init__(
@@ -124,8 +119,7 @@ class SchedulerStepper:
     def note_update(self, optimizers: Sequence[Optimizer] = ()) -> None:
         """Note an update, applied or skipped: it steps the schedulers of ``every="step"``.
 
-        Args:
-            optimizers: optimizers of the update, if not all of them.
+        Only those of ``optimizers``, unless these are all.
         """
         self._is_training = True
         if self.every == "step":
@@ -168,9 +162,8 @@ class SchedulerStepper:
     def restore_counts(self, epoch: int | None) -> None:
         """Set the counts to those of a restored state.
 
-        Args:
-            epoch: epoch in which the data continues with that state; None if the data does not go
-                back, in which case schedulers of epochs do not either.
+        ``epoch`` is where the data continues with it; None if the data does not go back, in which
+        case schedulers of epochs do not either.
         """
         counts = self._step_counts()
         undone = [
@@ -195,13 +188,8 @@ class SchedulerStepper:
         """Check at the first step whether a scheduler that is stepped per update counts epochs.
 
         If the loader's epochs make this certain enough, it is reported at once. Otherwise it is
-        reported when the schedule ends during the first epoch.
-
-        Args:
-            step: the first step.
-            num_batches: batches per epoch, if known.
-            num_epochs: epochs for which the loader is iterated; 1 if the loop handles epochs.
-            per_step: batches per step.
+        reported when the schedule ends during the first epoch. ``num_epochs`` is 1 if the loop
+        handles epochs; ``per_step`` is the number of batches.
         """
         if self.every != "step" or not num_batches:
             return
@@ -253,12 +241,9 @@ def optimizer_of(scheduler: Any) -> Any:
 def is_scheduled(
     schedulers: Sequence[Any], optimizer: Optimizer, rates: Sequence[float | None]
 ) -> bool:
-    """Return whether a scheduler given to ``watch`` has set the rate of the first group.
+    """Return whether a scheduler given to ``watch`` has set the first of the current ``rates``.
 
-    Args:
-        schedulers: schedulers given to ``watch``.
-        optimizer: the optimizer whose groups come first in ``rates``.
-        rates: current rates of the optimizers' groups.
+    The first rates are those of the ``optimizer``.
     """
     for scheduler in schedulers:
         last = getattr(scheduler, "_last_lr", None) or ()

@@ -89,13 +89,8 @@ def guard_accelerator(
 ) -> tuple[Attached, AcceleratorHooks | None]:
     """Attach to the optimizers, and get losses and clip norm from the accelerator.
 
-    Args:
-        accelerator: its methods are replaced on the object until the guard is closed.
-        model: the module, wrapped or not.
-        optimizers: prepared optimizers.
-        options: as for ``trainer_hooks.attach``.
-        max_norm: as for ``attach``.
-        parts: whether the losses of a step's micro-batches are parts of its loss, to be added.
+    The accelerator's methods are replaced until the guard is closed. With ``parts``, the losses of
+    a step's micro-batches are parts of its loss, to be added.
     """
     require_version("accelerate", OLDEST, extra="accelerate")
     if not is_off(options):

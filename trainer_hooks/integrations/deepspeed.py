@@ -148,8 +148,7 @@ class DeepSpeedAttached(Attached):
     def judge_and_decide_skip(self, overflowed: bool) -> bool:
         """Measure and judge the step; return whether all ranks skip it. Once per step, collective.
 
-        Args:
-            overflowed: result of the engine's own check, on this rank.
+        ``overflowed`` is the result of the engine's own check, on this rank.
         """
         if self._closed:
             return overflowed

@@ -79,12 +79,8 @@ class YieldedBatches:
 class DataPosition:
     """The data loops of one monitor; a loop may run inside another one, such as a validation.
 
-    Args:
-        run: context of the run.
-        waited: called after each wait for data, with nanoseconds.
-        lag: readback lag in steps.
-        restored: checkpoint from which this process resumed.
-        schedules: LR schedulers to step at the end of each epoch; None if there are none.
+    ``waited`` is called after each wait for data, with nanoseconds. ``restored`` is the checkpoint
+    from which this process resumed; ``schedules`` are stepped at the end of each epoch.
     """
 
     def __init__(
@@ -448,15 +444,7 @@ class _StepBatches:
 
 
 class DataLedger:
-    """Samples of the latest steps, by ``record_batches``; ``process_verdict`` reports bad ones.
-
-    Args:
-        emitter: reports bad steps.
-        writer: writes files to the run directory.
-        faults: counts failures.
-        rank: rank of this process.
-        lag: readback lag in steps.
-    """
+    """Samples of the latest steps, by ``record_batches``; ``process_verdict`` reports bad ones."""
 
     def __init__(
         self, emitter: Emitter, writer: DataWriter, faults: FaultCounter, *, rank: int, lag: int
@@ -525,10 +513,7 @@ class DataLedger:
     def process_verdict(self, step: int, bad: bool, facts: dict[str, Any] | None = None) -> None:
         """Report the samples of a bad step; release the batches in any case.
 
-        Args:
-            step: judged step.
-            bad: whether the step has findings or was skipped.
-            facts: contents of the capsule to write; None writes none.
+        A step is bad if it has findings or was skipped. Without ``facts``, no capsule is written.
         """
         if not self._steps:
             return

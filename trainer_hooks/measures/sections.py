@@ -95,10 +95,7 @@ def _host_now() -> Instant:
 class SectionTimer:
     """Records the ends of a step's sections with hooks of the model. Training thread only.
 
-    Args:
-        wrappers: DDP modules or FSDP2 roots that the loop calls.
-        device: device of the gradients.
-        faults: counts errors.
+    ``wrappers`` are DDP modules or FSDP2 roots that the loop calls.
     """
 
     def __init__(

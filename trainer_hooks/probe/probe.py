@@ -66,15 +66,8 @@ class Probe:
     Order of calls in a step: ``keep`` for each batch before it is yielded; ``fed``; ``rehearse``
     before the update; ``update_readiness``, and ``accepted`` or ``dropped``, when the verdict
     arrives, possibly one step later; ``evaluate`` after the update, if the policy requests it.
-
-    Args:
-        model: watched model; before each of its forwards all ranks agree to continue.
-        optimizers: optimizers of the trained parameters.
-        ranks: this process among the others.
-        emitter: reports how many batches are kept, and why the probe is off.
-        faults: counts failed copies.
-        max_bytes: limit for the copies; None: 256 MiB, and at most 2% of the free memory.
-        rewind: restores the buffers from the start of the step, for a rehearsal after its forward.
+    Before each forward of ``model`` all ranks agree to continue. ``rewind`` restores the buffers
+    from the start of the step, for a rehearsal after its forward.
     """
 
     def __init__(
@@ -186,11 +179,8 @@ class Probe:
     def rehearse(self, step: int, own_loss: Callable[[], float | None]) -> None:
         """Check that ``loss_of`` reproduces the loss of the step. Collective, if one is due.
 
-        Call on all ranks before the update of each step, after ``fed``.
-
-        Args:
-            step: current step.
-            own_loss: returns the local loss of the step; waits for the device.
+        Call on all ranks before the update of each step, after ``fed``. ``own_loss`` returns the
+        local loss of the step, and waits for the device.
         """
         if self.is_on or self._is_over or not self._all_ready or step % EVERY:
             return

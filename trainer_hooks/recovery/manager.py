@@ -80,11 +80,8 @@ def is_proven(
 ) -> bool:
     """Return whether a state is healthy: enough healthy steps in a row followed it.
 
-    Args:
-        step: the step that is trained next from the state.
-        healthy_after: number of healthy steps in a row that is required.
-        current_step: the last step that was judged.
-        last_unhealthy_step: the last step with a bad verdict or finding; -1 for none.
+    ``step`` is trained next from the state. ``current_step`` was judged last,
+    ``last_unhealthy_step`` had a bad verdict or finding; -1 for none.
     """
     return current_step + 1 - max(step, last_unhealthy_step + 1) >= healthy_after
 
@@ -458,11 +455,8 @@ class SnapshotRing:
         queued after this call runs after the copy. With ``overlap`` this is only true from the next
         ``before_update`` or ``wait_for_copies`` on: call one of them before the number is read.
 
-        Args:
-            step: the step that is trained next from this state.
-            attempt: attempt of the state.
-            meta: detectors, data position and the like; returned by ``restore``.
-            trusted: healthy as soon as it is committed: the state before the first step.
+        ``step`` is trained next from this state; ``restore`` returns ``meta``. A ``trusted`` state
+        is healthy as soon as it is committed: the one before the first step.
         """
         name = f"memory-{step:08d}-{attempt}"
         entry = Snapshot(id=name, step=step, attempt=attempt, meta=meta or {}, trusted=trusted)
@@ -1107,12 +1101,8 @@ class RecoveryManager:
     ) -> None:
         """Settle a step's snapshot by the reduced numbers; apply rank 0's save flags.
 
-        Args:
-            reduced: the numbers of the step.
-            step: the step.
-            attempt: its attempt.
-            differ: ranks that differ in this step where they must be equal.
-            is_shared: whether ranks may still share a copy.
+        The ranks in ``differ`` differ in this step where they must be equal. ``is_shared``: ranks
+        may still share a copy.
         """
         # A rank that could not measure the step could not report about its copy either.
         wrong = reduced.total("nonfinite_state") + reduced.total("snapshot_missed")

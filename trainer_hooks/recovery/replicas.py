@@ -283,14 +283,9 @@ class Replicas:
     ) -> Tensor | float | None:
         """Return 52 bits that are equal on two equal ranks; None if there is no comparison.
 
-        On the device, without waiting for it. Call before the update of ``step``.
-
-        Args:
-            step: the current one.
-            max_norm: norm to which the loop clips.
-            turn: optimizer of the update.
-            order: seed and epoch by which the sampler distributes the data between ranks.
-            snapshot: fingerprint of a snapshot that was taken before this step.
+        On the device, without waiting for it. Call before the update of ``step``. ``order`` is seed
+        and epoch by which the sampler distributes the data between ranks, ``snapshot`` the
+        fingerprint of one that was taken before this step.
         """
         if not self._is_member:
             return None
@@ -371,10 +366,7 @@ class Replicas:
     def diagnose(self, step: int, by_words: FingerprintVote, *, at: int) -> Difference:
         """Return the difference and the ranks with it. Collective: on all ranks of the step.
 
-        Args:
-            step: step of the differing values.
-            by_words: the vote over them.
-            at: the step that is trained next from the live state.
+        ``by_words`` is the vote over the step's values; ``at`` is trained next from the live state.
         """
         if not self._may_meet:
             text = (

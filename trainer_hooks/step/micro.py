@@ -69,14 +69,7 @@ class MicroLosses:
         self._undo: list[Callable[[], None]] = []
 
     def add(self, loss: object, part: Tensor, weight: Tensor | float, *, is_weighted: bool) -> None:
-        """Add one micro-batch's loss.
-
-        Args:
-            loss: the loss as given by the loop.
-            part: the loss times its weight, without its graph.
-            weight: its weight.
-            is_weighted: whether the loop gave the weight.
-        """
+        """Add one micro-batch's loss; ``part`` is the loss times its weight, without its graph."""
         self.num_given += 1
         if not self._is_followed:
             self._follow()

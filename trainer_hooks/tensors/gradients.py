@@ -364,11 +364,7 @@ def _gradient_block_norms(grad: Tensor, dtype: torch.dtype | None = None) -> Ite
 
 
 def no_gradient_error(name: str = "") -> UsageError:
-    """Return the error for a first step without a gradient on any rank.
-
-    Args:
-        name: name of an optimizer that is stepped alone.
-    """
+    """Return the error for a first step without any gradient; ``name``: of one optimizer."""
     if name:
         return UsageError(
             f"no parameter of the optimizer {name!r} has a gradient at its first step",

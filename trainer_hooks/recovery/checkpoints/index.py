@@ -124,16 +124,9 @@ def removable(
     one), and the best. An unproven checkpoint does not replace a healthy one, which the escalation
     policy may need for a rollback; one of the latest unproven checkpoints is kept in addition. A
     checkpoint of a discarded attempt replaces no other; it is removed, except for the latest
-    healthy one of all and the best.
+    healthy one of all and the best. ``on_branch`` tells them apart; None: there are none.
 
     Later means created later: an attempt after a rollback is later than higher steps before it.
-
-    Args:
-        refs: the valid checkpoints of one run.
-        keep: at least 1.
-        keep_every: steps of which one checkpoint is kept permanently; 0 for none.
-        best: ids that are marked as best.
-        on_branch: returns whether a checkpoint is in the current lineage; None: all are.
     """
     by_age = sorted(refs, key=lambda ref: (ref.attempt, ref.step))
     present = [r for r in by_age if on_branch is None or on_branch(r.step, r.attempt)]

@@ -19,15 +19,13 @@ _MODEL = "model."
 
 
 class RankShardLayout:
-    """One rank's view of the complete tensors."""
+    """One rank's view of the complete tensors.
+
+    ``tensors`` are parameters, and tensors of registered modules, by this rank's names. Of the
+    optimizers in ``split``, each rank keeps the state of some parameters only.
+    """
 
     def __init__(self, tensors: Mapping[str, LocalShard], split: Collection[int]) -> None:
-        """Set the tensors of this rank.
-
-        Args:
-            tensors: by this rank's names: parameters, and tensors of registered modules.
-            split: the optimizers of which each rank keeps the state of some parameters only.
-        """
         self._tensors = tensors
         self._split = split
         self._owners = {whole: key for key, tensor in tensors.items() for whole in tensor.wholes}
@@ -111,9 +109,7 @@ class RankShardLayout:
     ) -> dict[str, TensorSpec]:
         """Return the shapes and types that this rank's tensors need to load the stored ones.
 
-        Args:
-            stored: tensors stored for this rank, without the ranks' prefixes.
-            rank_keys: the names that were stored under a rank's prefix.
+        ``stored`` are tensors for this rank, without the ranks' prefixes, which ``rank_keys`` had.
 
         Raises:
             CheckpointError: a complete tensor has another shape here, or was stored in parts.

@@ -114,13 +114,7 @@ def local_shards(
 ) -> dict[str, LocalShard]:
     """Return this rank's content of tensors with a position in complete ones; others are left out.
 
-    Args:
-        module: module of the tensors.
-        prefix: prefix of each name in the checkpoint.
-        tensors: the tensors by the module's names.
-        alike: names of plain tensors that are known to be equal on every rank.
-        rank: this rank.
-        world_size: number of ranks.
+    ``tensors`` are by the module's names. The plain ones in ``alike`` are equal on every rank.
     """
     ranges = _flat_ranges(module)
     places = {}
