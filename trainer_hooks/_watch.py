@@ -257,7 +257,8 @@ def build_monitor_parts(arguments: WatchArguments) -> MonitorParts | None:
         if ranks.rank == 0:
             run.terminal = Terminal.open(info, run_paths.run_dir.run_id, clock, environ)
         if run.terminal is not None:
-            run.terminal.started(_resume_notice(restored))
+            at = "" if restored is None else f"resumed at step {restored.step} from {restored.id}"
+            run.terminal.started(at)
         for code, text in device.warnings:
             run.warn(code, text, step=run.first_step)
         if arguments.on_hang == "restart" and environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
@@ -429,11 +430,6 @@ def _build_restart_check(run: RunContext, run_paths: RunPaths) -> RestartCheck |
         with run.faults.fail_open("earlier_losses"):
             earlier = read_earlier_losses(run_paths.run_dir)
     return None if earlier is None else RestartCheck(earlier)
-
-
-def _resume_notice(restored: Restored | None) -> str:
-    """Return the terminal's words on the checkpoint from which a run resumes."""
-    return "" if restored is None else f"resumed at step {restored.step} from {restored.id}"
 
 
 def _emit_start_events(

@@ -191,10 +191,9 @@ class NodeAgent:
             minutes = WAITS_NS[-1] // 60_000_000_000
             text = (
                 f"{why}, the {self._losses}th in a row: unless another agent serves this folder, "
-                "this node's metrics are neither stored nor shipped, and old rows are "
-                f"overwritten. Next attempt in {minutes} minutes. Its agent.log may show the "
-                "cause; "
-                f"`vitals agent --dir {self._start.directory}` starts one manually"
+                "this node's metrics are neither stored nor shipped, and old rows are overwritten. "
+                f"Next attempt in {minutes} minutes. Its agent.log may show the cause; `vitals "
+                f"agent --dir {self._start.directory}` starts one manually"
             )
             self._emit_agent_note("agent_gone", text, step, attempt)
 

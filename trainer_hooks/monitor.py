@@ -312,7 +312,7 @@ class Monitor(MonitorBase):
 
     def _drop_update(self) -> StepOutcome:
         """Drop an update without any effect on the state."""
-        self._parts.drop_losses()
+        self._parts.micro.clear()
         self._device.shadow.put_back(torch.ones((), device=self._device.norms.device))
         self._clearing.clear()
         return StepOutcome(step=self._step, next_step=self._step)
@@ -355,7 +355,7 @@ class Monitor(MonitorBase):
             return False
         self._feed.replay()
         recovery.restart()
-        self._parts.drop_losses()
+        self._parts.micro.clear()
         self._start_again()
         if self._schedules is not None:
             self._schedules.restore_counts(self._feed.next_epoch)
@@ -364,7 +364,7 @@ class Monitor(MonitorBase):
     def _count_backwards(self, backwards: BackwardCounter, loss: object) -> None:
         """In the first two steps, warn if a step has several backwards but one loss."""
         count, backwards.count = backwards.count, 0
-        is_one = count > 1 and not self._parts.has_micro and is_of_one_backward(loss)
+        is_one = count > 1 and not self._parts.micro and is_of_one_backward(loss)
         if is_one:
             text = (
                 f"step {self._step} is the sum of {count} backward passes, but monitor.step(loss) "

@@ -126,11 +126,9 @@ class RankEarlyStopping:
     def rank0_metric(self, step: int, attempt: int) -> float | None:
         """Return the value that rank 0 sends with ``step``; None if there is none."""
         evaluation = self._submitted
-        return (
-            evaluation.value
-            if evaluation is not None and evaluation[:2] == (step, attempt)
-            else None
-        )
+        if evaluation is None or evaluation[:2] != (step, attempt):
+            return None
+        return evaluation.value
 
     def has_state_copy(self, step: int, attempt: int) -> bool:
         """Return whether this rank has a copy of the state evaluated before ``step``."""
@@ -226,9 +224,8 @@ class RankEarlyStopping:
             raise no_best_state_error("this run keeps no best state")
         store.wait(None)  # a save uses the same process group
         if self._last_evaluated == (step, attempt) and not self.has_state_copy(step, attempt):
-            self._take_copy(
-                ring, step, attempt, meta
-            )  # the slot is free by now, and no step was made since
+            # The slot is free by now, and no step was made since.
+            self._take_copy(ring, step, attempt, meta)
         rank_values = self._ranks.gather(
             (self.rank0_metric(step, attempt), self.has_state_copy(step, attempt))
         )

@@ -155,6 +155,9 @@ def build_device_parts(
     # If one optimizer needs the verdict on the host, every step waits for it: no lag then.
     lag = 0 if engine.reads_verdict else 1
     size = layout.size + NUM_FIGURES + own_numbers
+    sections, checked = None, () if steps_by_itself else optimizers
+    if not steps_by_itself:
+        sections = _build_section_timer(model, ranks, norms.device, faults)
     if scaler is not None:
         GIVEN_SCALERS.add(scaler)
     for optimizer in optimizers:
@@ -171,14 +174,10 @@ def build_device_parts(
         averages=registered_averages(state, optimizers),
         joinables=joinables(model, optimizers),
         extra={n: s if isinstance(s, HasStateDict) else memories[n] for n, s in state.items()},
-        warnings=_find_likely_mistakes(
-            model, () if steps_by_itself else optimizers, schedulers, state
-        ),
+        warnings=_find_likely_mistakes(model, checked, schedulers, state),
         readback=AsyncCopy[HostMeasurements](lag=lag, size=size, device=norms.device),
         sampler=sampler,
-        sections=None
-        if steps_by_itself
-        else _build_section_timer(model, ranks, norms.device, faults),
+        sections=sections,
         memory=MemoryEstimate(model, optimizers, norms.device),
         turns=_optimizer_turns(optimizers, engine.guards, names),
     )

@@ -147,7 +147,8 @@ class _GuardedAverage:
             plain(self._average, model)
             return
         with torch.no_grad():
-            live = [true_elements(t) for t in _average_tensors(self._average)]
+            tensors = (*self._average.parameters(), *self._average.buffers())
+            live = [true_elements(tensor) for tensor in tensors]
             copies = [tensor.clone() for tensor in live]
             plain(self._average, model)
             for tensor, before in zip(live, copies, strict=True):
@@ -164,11 +165,7 @@ class _GuardedAverage:
         """
         if model not in self._owners:
             params = {id(param) for param in model.parameters()}
-            owners = {
-                one
-                for one, held_verdict in self._held.items()
-                if not held_verdict.isdisjoint(params)
-            }
+            owners = {one for one, held in self._held.items() if not held.isdisjoint(params)}
             self._owners[model] = owners or {*self._held}
         owners = self._owners[model]
         return next((bad for one, bad in reversed(self._bad.items()) if one in owners), None)
@@ -208,11 +205,6 @@ class _GuardedAverage:
         """Restore the average's own method."""
         self._settle(patience_seconds=2.0)
         vars(self._average).pop("update_parameters", None)
-
-
-def _average_tensors(average: AveragedModel) -> tuple[Tensor, ...]:
-    """Return the tensors of an ``AveragedModel``: parameters and buffers."""
-    return (*average.parameters(), *average.buffers())
 
 
 def is_far_counter(tensor: Tensor, bad: Tensor) -> bool:

@@ -341,7 +341,7 @@ class MonitorBase:
         try:
             self._judge_unread_steps(patience_seconds=2.0)
         finally:
-            if self.shutdown.has_unreported_sigterm:
+            if self.shutdown.sigterm.is_received:
                 state, reason = "interrupted", f"SIGTERM; {reason}" if reason else "SIGTERM"
                 self.shutdown.save_alone()
             for feature in run.features:
@@ -398,7 +398,7 @@ class MonitorBase:
 
     def _release(self) -> None:
         """Remove the hooks of the guarded loop, and restore its optimizers."""
-        self._parts.close()
+        self._parts.micro.close()
         self._device.release()
 
     def __enter__(self) -> Self:

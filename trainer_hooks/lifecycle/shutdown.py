@@ -38,7 +38,8 @@ class Shutdown:
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
-        self._sigterm = run.features[SigtermFeature]
+        self.sigterm = run.features[SigtermFeature]
+        """Knows of a SIGTERM on this rank until a step has reported it to the others."""
         self._pid = os.getpid()
         self._said = self.interrupted = False
         recovery = run.recovery
@@ -64,15 +65,6 @@ class Shutdown:
         """Whether SIGTERM makes this rank save a checkpoint."""
         return self._grace is not None
 
-    def on_sigterm(self) -> None:
-        """Report SIGTERM to all ranks with the next step."""
-        self._sigterm.is_received = True
-
-    @property
-    def has_unreported_sigterm(self) -> bool:
-        """Whether this rank received SIGTERM, and no further step reported it to the others."""
-        return self._sigterm.is_received
-
     def cancel_lone_save(self) -> None:
         """Cancel the separate save: all ranks have received SIGTERM, or the loop has ended."""
         if self._grace is not None:
@@ -84,7 +76,7 @@ class Shutdown:
         Called on the watchdog thread. A loop with its own handler is not ended: it may be saving
         too.
         """
-        ours = self._sigterm.is_received or signal.getsignal(signal.SIGTERM) is _on_sigterm
+        ours = self.sigterm.is_received or signal.getsignal(signal.SIGTERM) is _on_sigterm
         ends = ours and not exits_by_itself()
         try:
             self.save_alone()
@@ -150,7 +142,7 @@ def untrack_monitor(monitor: MonitorBase) -> None:
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and not open_monitors and signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, _previous)
-        if _previous == signal.SIG_DFL and monitor.shutdown.has_unreported_sigterm:
+        if _previous == signal.SIG_DFL and monitor.shutdown.sigterm.is_received:
             os.kill(os.getpid(), signal.SIGTERM)
         _previous = None
 
@@ -219,7 +211,7 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     default = _previous in (None, signal.SIG_DFL)
     saving = [monitor for monitor in ours if monitor.shutdown.saves]
     for monitor in saving:
-        monitor.shutdown.on_sigterm()
+        monitor.shutdown.sigterm.is_received = True
     dying = default and not saving
     if dying:
         signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the shutdown

@@ -108,7 +108,7 @@ class SectionTimer:
         self._has_begun = False
         self._was_backward = False
         self._section: Section = "before_forward"
-        self._reset_marks()
+        self.forget()
         self._queue = _RunQueue()
         self._handles: list[Any] = []
         self._timed: list[tuple[Any, str]] = []
@@ -137,7 +137,7 @@ class SectionTimer:
 
     def start_step(self, now_ns: int) -> None:
         """Record that a step ended at ``now_ns`` of the step clock, and start the next one."""
-        self._reset_marks()
+        self.forget()
         with self._faults.fail_open("sections"):
             self._begin = self._now() if self._is_cuda else now_ns
             self._has_begun = True
@@ -165,10 +165,7 @@ class SectionTimer:
         return SectionTimeline(self._begin, self._marks, self._waits, self._asides, end, queued)
 
     def forget(self) -> None:
-        """Discard the current step: it is not an ordinary one."""
-        self._reset_marks()
-
-    def _reset_marks(self) -> None:
+        """Discard the marks of the current step."""
         self._begin = 0
         self._has_begun = self._was_backward = self._is_in_backward = False
         self._section = "before_forward"

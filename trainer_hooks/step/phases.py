@@ -94,7 +94,8 @@ class StepPhases:
         self.clock = run.times
         self.clock.sections = device.sections
         self._tokens_per_step = tokens_per_step
-        self._micro = MicroLosses(device.optimizers)
+        self.micro = MicroLosses(device.optimizers)
+        """Losses given for the current step."""
         self._settings = GroupSettings(device.optimizers)
         self._num_groups = sum(len(o.param_groups) for o in device.optimizers)
         self._rates: list[float | None] = [None] * self._num_groups
@@ -127,12 +128,7 @@ class StepPhases:
         # Added to 0.0 to get a copy: the loop may keep counting in its tensor.
         share = 0.0 + self._weight_or_one(weight)
         part = self.number("loss", loss) * share
-        self._micro.add(loss, part, share, is_weighted=weight is not None)
-
-    @property
-    def has_micro(self) -> bool:
-        """Whether the step was given a micro-batch's loss."""
-        return bool(self._micro)
+        self.micro.add(loss, part, share, is_weighted=weight is not None)
 
     @property
     def is_never_stepped(self) -> bool:
@@ -140,15 +136,7 @@ class StepPhases:
 
         A loop that accumulates gives many losses too, but does not create its gradients again.
         """
-        return self._micro.num_given >= MAX_LOSSES and self._micro.num_windows >= MIN_WINDOWS
-
-    def drop_losses(self) -> None:
-        """Discard the losses given for the current step, which does not count."""
-        self._micro.clear()
-
-    def close(self) -> None:
-        """Remove the hooks that follow the losses."""
-        self._micro.close()
+        return self.micro.num_given >= MAX_LOSSES and self.micro.num_windows >= MIN_WINDOWS
 
     def number(self, what: str, value: Tensor | float) -> Tensor:
         """Return a number without its graph; a kernel writes a plain one, so nothing waits.
@@ -162,12 +150,11 @@ class StepPhases:
         """Return a number without its graph, in its own type."""
         if not isinstance(value, Tensor):
             if not hasattr(value, "__float__"):
-                raise UsageError(
-                    f"the {what} is {name_type(value)}; it must be one number",
-                    hint=f"with several losses, pass the sum: {what} = sum({what}es.values())"
-                    if isinstance(value, Mapping)
-                    else f"pass the {what} as a tensor or a number",
-                )
+                hint = f"pass the {what} as a tensor or a number"
+                if isinstance(value, Mapping):
+                    hint = f"with several losses, pass the sum: {what} = sum({what}es.values())"
+                text = f"the {what} is {name_type(value)}; it must be one number"
+                raise UsageError(text, hint=hint)
             return torch.full((), value, dtype=torch.float64, device=self._device.norms.device)
         whole = all(p.is_replicate() for p in getattr(value, "placements", ()))
         if value.numel() != 1 or not whole:
@@ -201,7 +188,7 @@ class StepPhases:
 
     def _take_losses(self, loss: Tensor | float | None, weight: Tensor | float | None) -> StepLoss:
         """Return the step's loss; ``loss`` counts in addition to earlier ones, unless repeated."""
-        taken = self._micro.take()
+        taken = self.micro.take()
         if taken is None:
             if loss is None:
                 return StepLoss()
@@ -212,7 +199,7 @@ class StepPhases:
                 own = self._scalar("loss", loss)
             return StepLoss(own, self._weight_or_one(weight), weight is not None)
         total, weights, weighted = taken
-        if loss is not None and not self._micro.is_last(loss):
+        if loss is not None and not self.micro.is_last(loss):
             share = self._weight_or_one(weight)
             total = total + self.number("loss", loss) * share
             weights, weighted = weights + share, weighted and weight is not None

@@ -501,7 +501,7 @@ class CheckpointFolder:
             )
         )
         if state in ("retired", "bad"):
-            self._index.add_gone(
+            self._index.gone.append(
                 IndexEntry(
                     id=name,
                     run_id=self._run_id,

@@ -149,22 +149,19 @@ class CheckpointIndexFile:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._gone: deque[IndexEntry] = deque(maxlen=MAX_GONE)
+        self.gone: deque[IndexEntry] = deque(maxlen=MAX_GONE)
+        """Deleted checkpoints until they are written."""
         self._lock = threading.Lock()
-
-    def add_gone(self, entry: IndexEntry) -> None:
-        """Remember a deleted checkpoint until it is written."""
-        self._gone.append(entry)
 
     def current(self) -> CheckpointIndex:
         """Return the up-to-date index from disk contents, without writing it."""
         old = _decoded(self._folder / INDEX, CheckpointIndex) or CheckpointIndex()
-        return reconcile(old, list(_scan(self._folder)), tuple(self._gone))
+        return reconcile(old, list(_scan(self._folder)), tuple(self.gone))
 
     def write(self) -> None:
         """Replace ``index.json``. An error is only logged: the next change writes it again."""
         with self._lock:
-            num = len(self._gone)
+            num = len(self.gone)
             try:
                 raw = msgspec.json.format(msgspec.json.encode(self.current()))
                 manifests.write_durably(self._folder / INDEX, self._folder, raw)
@@ -172,7 +169,7 @@ class CheckpointIndexFile:
                 _LOG.warning("vitals: %s is not written: %s", self._folder / INDEX, error)
                 return
             for _ in range(num):
-                self._gone.popleft()
+                self.gone.popleft()
 
 
 def best_mark(folder: Path) -> BestMark | None:
