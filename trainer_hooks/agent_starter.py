@@ -198,7 +198,6 @@ class NodeAgent:
             self._emit_agent_note("agent_gone", text, step, attempt)
 
     def _restart_agent(self, now_ns: int, step: int, attempt: int) -> None:
-        """Start the node's agent again after its process was lost, and note it."""
         self._started_ns = now_ns
         try:
             self.pid = self._start()
@@ -230,7 +229,6 @@ def _poll_agent_exit(pid: int) -> tuple[bool, int | None]:
 
 
 def _describe_exit(exit_code: int | None) -> str:
-    """Return how the node's agent ended, as text."""
     if exit_code is None:
         return "has ended; its exit code is unknown"
     if exit_code == -signal.SIGKILL:

@@ -168,7 +168,6 @@ class WatchArguments:
 
 
 def _check_argument_types(arguments: WatchArguments) -> None:
-    """Refuse arguments of wrong types."""
     # Any: users may pass any type, whatever the annotation says.
     model: Any = arguments.model
     optimizers: tuple[Any, ...] = arguments.optimizers
@@ -223,7 +222,6 @@ def _check_argument_types(arguments: WatchArguments) -> None:
 
 
 def _has_param_groups(optimizer: Any) -> bool:
-    """Return whether an optimizer given to ``watch`` has valid param_groups."""
     groups = getattr(optimizer, "param_groups", None)
     return isinstance(groups, Sequence) and all(
         isinstance(group, Mapping) and isinstance(group.get("params"), Iterable) for group in groups
@@ -231,7 +229,6 @@ def _has_param_groups(optimizer: Any) -> bool:
 
 
 def _check_scaler(scaler: object, hint: str) -> None:
-    """Refuse a ``scaler`` given to ``watch`` that is not a GradScaler."""
     if scaler is not None and (isinstance(scaler, type) or not hasattr(scaler, "unscale_")):
         raise UsageError(
             f"scaler is {name_type(scaler)}; it must be a torch.amp.GradScaler", hint=hint
@@ -239,7 +236,6 @@ def _check_scaler(scaler: object, hint: str) -> None:
 
 
 def _check_early_stopping(value: object) -> None:
-    """Refuse an ``early_stopping`` given to ``watch`` that is not EarlyStopping."""
     if value is not None and not isinstance(value, EarlyStopping):
         raise UsageError(
             f"early_stopping is {name_type(value)}; it must be an EarlyStopping",
@@ -280,7 +276,6 @@ def _check_on_hang(value: object) -> None:
 
 
 def _check_agent_choice(environ: Mapping[str, str]) -> None:
-    """Refuse a value of VITALS_AGENT other than auto and off."""
     choice = environ.get("VITALS_AGENT", "auto")
     if choice not in ("auto", "off"):
         raise UsageError(
@@ -350,7 +345,6 @@ def _effective_mode(
 
 
 def _check_torch() -> None:
-    """Refuse a torch older than the oldest supported version."""
     numbers = torch.__version__.split("+")[0].split(".")[:2]
     if tuple(int(n) for n in numbers) < _OLDEST_TORCH:
         raise MissingDependencyError(

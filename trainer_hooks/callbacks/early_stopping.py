@@ -179,7 +179,6 @@ class RankEarlyStopping:
         copy.give_up()
 
     def _note_best_missing(self, value: float, holders: int, step: int, attempt: int) -> None:
-        """Note why the best state of early stopping was not saved."""
         best = f"the best state so far ({self._settings.metric} {value:g}, step {step}) is not kept"
         if self._missed:
             self._emit_note("best_not_kept", f"{best}: {self._missed}", step, attempt, "warning")
@@ -276,7 +275,6 @@ class RankEarlyStopping:
         attempt: int,
         severity: Literal["info", "warning"] = "info",
     ) -> None:
-        """Write a note about early stopping to the run's events."""
         self._emitter.note(code, text, severity, step=step, attempt=attempt)
 
 

@@ -124,7 +124,6 @@ def place(local_rank: int, *, num_ranks: int, num_gpus: int) -> tuple[str, torch
 
 
 def _parse_args() -> argparse.Namespace:
-    """Return the options of the demo's training."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)

@@ -473,7 +473,6 @@ _OF_THE_RUN = ("rank_loss", "loss_spread")
 
 
 def _optimizer_scalars(record: StepRecord, name: str) -> dict[str, float]:
-    """Return an optimizer's numbers as scalars."""
     numbers = ((key, getattr(record, key)) for key in TURN_METRICS)
     return {f"{key}/{name}": float(value) for key, value in numbers if value is not None}
 
@@ -613,7 +612,6 @@ class Rank0Columns:
         return columns
 
     def _loss_scale_columns(self, loss_scale: float, overflow: bool) -> dict[str, Value]:
-        """Return a step's columns about the gradient scaler: scale and overflows."""
         self._overflows += overflow
         self._recent.append(overflow)
         return {
@@ -651,7 +649,6 @@ def _spread(losses: list[float | None]) -> float | None:
 
 
 def _weight_update_columns(samples: SampledSignals) -> dict[str, Value]:
-    """Return a step's columns about the norms of weights and their update."""
     assert samples.weight_squares is not None, "asked for where it was measured"
     weight = _norm_from_squares(samples.weight_squares)
     if samples.update_squares is None:

@@ -146,7 +146,6 @@ class ReduceVectorLayout:
     sampled: int = field(init=False)
     """Position of the first sampled signal."""
     size: int = field(init=False)
-    """Number of values in the vector."""
 
     def __post_init__(self) -> None:
         """Compute the positions once: each step uses them dozens of times."""

@@ -40,7 +40,6 @@ _WAITS = ("gradient_wait_seconds", "communication_seconds")
 """Columns of the time that a rank waits for others: the rank that waits least is the slowest."""
 _PROFILER: Any = autograd_profiler
 _AUTOMATIC_PREFIX = "auto"
-"""Prefix of the name of an automatic trace."""
 
 
 class Lateness:
@@ -188,7 +187,6 @@ class Slowdowns:
         self._found = ""
         self._order: Command | None = None
         self.reason = ""
-        """Reason of the latest order."""
 
     def add(
         self, step: int, attempt: int, columns: Mapping[str, Value], seconds: float | None
@@ -242,7 +240,6 @@ class Slowdowns:
 
 
 AUTOMATIC_ISSUER = "vitals"
-"""Issuer of an automatic order."""
 
 
 class ProfilingFeature(StepFeature):
@@ -346,7 +343,6 @@ class ProfilingFeature(StepFeature):
         return slowest_and_typical(all_of_them.tolist())
 
     def _end_profile(self) -> None:
-        """Write the trace of an unfinished profile."""
         if self._profile is not None:
             self._profile.close()
             self._profile = None

@@ -17,7 +17,6 @@ from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
 from trainvitals.policy import Judgement, Proposal
 
 _MAX_NAMES = 4
-"""Maximum number of non-finite tensors to name."""
 _IS_INTENDED = (
     "; no optimizer has it, so it counts as intended from now on: snapshots continue with it"
 )
@@ -191,7 +190,6 @@ class SnapshotsFeature(StepFeature):
         return False
 
     def _nonfinite_names(self) -> list[str]:
-        """Return the names of this rank's non-finite tensors."""
         with self._run.faults.fail_open("state_check"):
             source = self._state_check if self._recovery is None else self._recovery.ring
             return [] if source is None else source.nonfinite_names()
@@ -212,7 +210,6 @@ class SnapshotsFeature(StepFeature):
 
 
 def _add_names(judgement: Judgement, kind: str, names: str) -> Judgement:
-    """Return the judgement with tensor names added to findings and decision."""
     decision = judgement.decision
     reasons = {f.reason: f"{f.reason} ({names})" for f in judgement.findings if f.kind == kind}
     findings = tuple(

@@ -87,9 +87,7 @@ class DeclaredSchedule:
         else:
             shapes = _simulatable_schedulers(shape)
             by_optimizer = {id(optimizer_of(scheduler)): scheduler for scheduler in shapes}
-            schedulers_by_optimizer = [
-                by_optimizer.pop(id(optimizer), None) for optimizer in optimizers
-            ]
+            declared_for = [by_optimizer.pop(id(optimizer), None) for optimizer in optimizers]
             if by_optimizer:
                 other = next(iter(by_optimizer.values()))
                 raise UsageError(
@@ -97,9 +95,7 @@ class DeclaredSchedule:
                     "watch()",
                     hint="one scheduler an optimizer: watch(model, [a, b], schedule=[sa, sb])",
                 )
-            self._simulated = [
-                None if s is None else _SimulatedSchedule(s) for s in schedulers_by_optimizer
-            ]
+            self._simulated = [None if s is None else _SimulatedSchedule(s) for s in declared_for]
             self._is_ours = all(any(s is wrapped for wrapped in schedulers) for s in shapes)
             name = " and ".join(describe_scheduler(scheduler) for scheduler in shapes)
         self.name = name
@@ -140,10 +136,10 @@ class DeclaredSchedule:
             return [factors.times(peak) for peak in self._peaks]
         bands: list[RateBand | None] = []
         for played, size in zip(self._simulated, self._sizes, strict=True):
-            scheduler_band = (
-                None if played is None or count is None else played.at(count, back, ahead)
-            )
-            bands += scheduler_band or [None] * size
+            known = None
+            if played is not None and count is not None:
+                known = played.at(count, back, ahead)
+            bands += known or [None] * size
         return bands
 
     def _count_tolerance(self) -> tuple[int, int]:
@@ -177,7 +173,6 @@ def _simulatable_schedulers(declared: object) -> list[LRScheduler]:
 
 
 def _iterate_schedulers(scheduler: Any) -> Iterator[Any]:
-    """Yield a learning-rate scheduler and all its parts."""
     yield scheduler
     for part in getattr(scheduler, "_schedulers", ()):
         yield from _iterate_schedulers(part)
@@ -204,7 +199,6 @@ _StandInOptimizer.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
 def _copy_group_value(value: Any) -> Any:
-    """Return a copy of a parameter group's setting; a tensor as a number."""
     return float(value) if isinstance(value, Tensor) and value.numel() == 1 else copy.copy(value)
 
 
@@ -274,6 +268,3 @@ def _copy_scheduler(scheduler: Any, optimizer: Optimizer) -> _SchedulerState:
             if isinstance(function, FunctionType | MethodType):
                 memo[id(function)] = function
     return _SchedulerState(copy.deepcopy(scheduler, memo), rates)
-
-
-__all__ = ["Declared", "DeclaredSchedule"]

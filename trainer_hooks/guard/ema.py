@@ -379,7 +379,6 @@ class EMA(nn.Module):
 
 
 def _copy_pairs(pairs: Sequence[Pair]) -> None:
-    """Copy the first tensor of each pair into the second."""
     for source, target in pairs:
         target.copy_(source)
 
@@ -414,7 +413,6 @@ def _format_shape(tensor: Tensor) -> str:
 
 
 def _refuse_settings(decay: float, dtype: torch.dtype | None, every: int) -> None:
-    """Refuse an ``EMA`` with an invalid decay, dtype or interval."""
     if not 0.0 < decay < 1.0:
         raise UsageError(
             f"decay is {decay!r}; it must be between 0 and 1, both excluded",
@@ -428,7 +426,6 @@ def _refuse_settings(decay: float, dtype: torch.dtype | None, every: int) -> Non
 
 
 def _refuse_weights(weights: Mapping[str, Tensor]) -> None:
-    """Refuse an ``EMA`` of weights that cannot be averaged."""
     if not weights:
         raise UsageError("the model has no floating parameters, so there is nothing to average")
     odd = [name for name, weight in weights.items() if weight.layout != torch.strided]

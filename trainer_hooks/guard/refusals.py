@@ -100,7 +100,6 @@ def _refuse_schedulers(schedulers: Sequence[Any]) -> None:
 
 
 def _refuse_stepped_twice(schedulers: Sequence[Any]) -> None:
-    """Refuse an LR scheduler that is given twice to ``watch``."""
     seen: set[int] = set()
     for scheduler in schedulers:
         for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
@@ -118,7 +117,6 @@ def _refuse_stepped_twice(schedulers: Sequence[Any]) -> None:
 
 
 def _refuse_in_backward(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that are stepped inside backward."""
     for what in _steppers_in_backward(model, optimizers):
         raise UsageError(
             f"{what} steps an optimizer inside backward: the update happens before the ranks can "
@@ -185,7 +183,6 @@ def _referenced_names(code: CodeType) -> set[str]:
 
 
 def _is_or_holds_optimizer(value: object) -> bool:
-    """Return whether an object in a hook's closure is or holds an optimizer."""
     if isinstance(value, Mapping):
         return any(isinstance(part, Optimizer) for part in value.values())
     if isinstance(value, list | tuple):

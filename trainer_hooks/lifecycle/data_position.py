@@ -220,9 +220,8 @@ class DataPosition:
             yield from stream if schedules is None else schedules.iterate_epochs(stream)
         finally:
             if outer is not None and self._stream is stream:
-                self._stream, self._handed_out = (
-                    outer  # the inner loop has ended, for example a validation
-                )
+                # The inner loop has ended, for example a validation.
+                self._stream, self._handed_out = outer
                 self._outer = None
 
     # ----------------------------------------------------------------------------------- a step
@@ -361,11 +360,9 @@ class DataPosition:
         """Log at which batch the data continues, and whether exactly."""
         at = stream.next_position
         where = f"batch {at.batch} of epoch {at.epoch}"
-        text = (
-            f"data: continues at {where} (not exact: {reason})"
-            if reason
-            else f"data: continues exactly at {where}"
-        )
+        text = f"data: continues exactly at {where}"
+        if reason:
+            text = f"data: continues at {where} (not exact: {reason})"
         self._run.emitter.note("data", text, step=step, attempt=self._run.attempt)
 
     def close(self) -> None:
@@ -469,9 +466,7 @@ class DataLedger:
             return
         with self._faults.fail_open("data.ledger"):
             ids = [self._ids(batch) for batch in batches]
-            kept_batches = [
-                batch for batch in batches if self.keep_batches and batch.content is not None
-            ]
+            kept_batches = [b for b in batches if self.keep_batches and b.content is not None]
             light = [batch._replace(content=None, rng=None) for batch in batches]
             self._steps.pop(step, None)  # an entry of an attempt that was rolled back
             entry = self._steps[step] = _StepBatches(step, attempt, light, ids, kept_batches)

@@ -136,11 +136,8 @@ class Probe:
         self.bank.clear()
         self._earlier = None
         if self._ranks.rank:  # rank 0 reports after all have switched off
-            self._emit_note(
-                "probe_off",
-                f"rank {self._ranks.rank} keeps no batches: {reason}",
-                "warning",
-            )
+            text = f"rank {self._ranks.rank} keeps no batches: {reason}"
+            self._emit_note("probe_off", text, "warning")
 
     def fed(self, step: int, num_batches: int, *, attempt: int = 0) -> None:
         """Assign the kept batches since the last call to this step; call before its update."""
@@ -210,11 +207,8 @@ class Probe:
         if results is None:
             return
         verdict = _rehearsal_mismatch(results, saved, len(now), loss)
-        if (
-            verdict == ""
-            and _ignores_input(results)
-            and not same_content(saved.batches, earlier.batches)
-        ):
+        is_same = _ignores_input(results) and not same_content(saved.batches, earlier.batches)
+        if not verdict and is_same:
             verdict = "again"
         verdicts = self._ranks.gather(verdict)
         for rank, each in enumerate(verdicts):
@@ -442,9 +436,8 @@ def _loss_number(value: object) -> float:
         if value.numel() == 1 and all(p.is_replicate() for p in placements):
             to_local = getattr(value, "to_local", None)
             return float(value if to_local is None else to_local())
-        raise RefusedError(
-            f"returned a tensor of shape {tuple(value.shape)}; it must be one number"
-        )
+        shape = tuple(value.shape)
+        raise RefusedError(f"returned a tensor of shape {shape}; it must be one number")
     if isinstance(value, str) or not hasattr(value, "__float__"):
         raise RefusedError(f"returned {name_type(value)}; it must be one number")
     return float(value)

@@ -41,7 +41,6 @@ from trainer_hooks.recovery.state import HostState, TensorSpec, TrainingState
 from trainer_hooks.tensors.copying import (
     CopyCheck,
     CopyPlan,
-    CudaSideStream,
     Pair,
     PendingCopy,
     SideStream,
@@ -205,7 +204,7 @@ class _SnapshotSlot:
         must_be_finite: Callable[[str], bool],
         side: SideStream,
         device: torch.device,
-    ) -> tuple[Tensor, Tensor, object]:
+    ) -> tuple[Tensor, Tensor, torch.cuda.Event]:
         """Copy on the side stream.
 
         Buffers are copied on the training's stream, because the next forward writes them.
@@ -269,7 +268,6 @@ class _SnapshotSlot:
 
 
 def _queue_copies(pairs: Sequence[Pair], live: Mapping[str, Tensor]) -> None:
-    """Queue copies of the live tensors into a snapshot's slot."""
     for pair in pairs:
         if pair.into is not None and pair.name in live:
             pair.into.copy_(pair.source, non_blocking=True)
@@ -369,7 +367,7 @@ class SnapshotRing:
         self._interval = interval
         self._healthy_after = healthy_after
         self._pinned = state.device.type == "cuda"
-        self.side = CudaSideStream(state.device) if side is None and self._pinned else side
+        self.side = SideStream(state.device) if side is None and self._pinned else side
         self.overlap = overlap
         self._joined = NodeRegions(None, ()) if joined is None else joined
         self._is_replica = is_replica

@@ -691,7 +691,6 @@ def _format_keys(keys: Sequence[str]) -> str:
 def _describe_elements(
     key: str, elements: Sequence[int], values: Mapping[int, Sequence[float]]
 ) -> str:
-    """Return the first differing element of a replica on each rank, as text."""
     if not elements:
         return ""
     each = ", ".join(f"{values[rank][0]:.9g} on rank {rank}" for rank in sorted(values)[:4])
@@ -729,7 +728,6 @@ def _settings_bytes(
 
 
 def _setting_names(optimizers: Sequence[Optimizer]) -> list[str]:
-    """Return the names of the settings that ranks compare with replicas."""
     return [
         "the step",
         "the optimizer's turn",

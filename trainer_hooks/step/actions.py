@@ -215,5 +215,4 @@ def take_meta(run: RunContext, meta: Meta, *, step: int) -> None:
 
 
 def _branch_of(decision: Decision, fork_step: int) -> Branch:
-    """Return the branch that a rollback starts, for the plan journal."""
     return Branch(decision.new_attempt, decision.attempt, fork_step)

@@ -100,7 +100,6 @@ class StepPhases:
         self._num_groups = sum(len(o.param_groups) for o in device.optimizers)
         self._rates: list[float | None] = [None] * self._num_groups
         self._lr_factor = 1.0
-        """Factor on the learning rates of this step."""
         self._weight_decay: float | None = None
         self._changes: list[SettingChange] = []
         self._exchange: Elapsed | None = None
@@ -581,7 +580,6 @@ def _rank0_values(run: RunContext, outgoing: OutgoingStep) -> Rank0Values | None
 
 
 def _added_group_error(now: int, watched: int) -> UsageError:
-    """Return the error about parameter groups that were added after ``watch``."""
     return UsageError(
         f"the optimizers have {now} parameter groups, but had {watched} at watch(): gradients of "
         "groups added since are neither measured nor clipped",

@@ -68,7 +68,6 @@ def judge_returned(
 def _unpack_step(
     run: RunContext, numbers: list[float], measured: HostMeasurements, *, now_step: int
 ) -> ReturnedStep:
-    """Return the step that the numbers describe."""
     layout, sampler = run.device.packer.layout, run.device.sampler
     reduced = ReducedNumbers(layout, numbers[: layout.size])
     derived = VerdictFigures.of(numbers[layout.size : layout.size + NUM_FIGURES])

@@ -385,7 +385,6 @@ class CheckpointStore:
         return None
 
     def _restore_checkpoint(self, checkpoint_id: str) -> Restored:
-        """Load a verified checkpoint into the live training state."""
         folder = self.folder.path / checkpoint_id
         step, attempt = manifests.parse_id(checkpoint_id)
         stored, saved_by = payload.specs(folder), manifests.read(folder).world_size
@@ -473,7 +472,6 @@ class CheckpointStore:
 
 
 def _shard_boxes(shard: LocalShard, tensor: Tensor) -> Iterator[TensorBox]:
-    """Yield a box of the checkpoint for each piece of a shard."""
     for piece in shard.pieces:
         yield TensorBox(piece.name, piece.shape, piece.offsets, piece.of(tensor))
 
@@ -502,7 +500,6 @@ def _refuse_parts(stored: Mapping[str, TensorSpec], saved_by: int) -> None:
 
 
 def _strip_rank_prefix(key: str) -> str:
-    """Return the key without the rank prefix."""
     return key.split(".", 2)[2] if key.startswith("rank.") else key
 
 
