@@ -94,9 +94,6 @@ class Ranks:
             dist.all_reduce(pack, op=dist.ReduceOp.SUM, group=self.side if is_on_side else None)
 
 
-# ---------------------------------------------------------------- agreeing at the start
-
-
 def on_every_rank(ranks: Ranks, call: Callable[[], T]) -> list[T]:
     """Run ``call`` on every rank and return all results, in rank order. Collective.
 

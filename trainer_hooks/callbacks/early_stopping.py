@@ -75,8 +75,6 @@ class RankEarlyStopping:
         """Whether the run should end; becomes true on all ranks at the same step."""
         return self._stopper.should_stop
 
-    # ------------------------------------------------------------------- before the next step
-
     def evaluated(
         self, values: Mapping[str, float], *, step: int, attempt: int, meta: Callable[[], Meta]
     ) -> None:
@@ -135,8 +133,6 @@ class RankEarlyStopping:
         copy = self._copy
         return copy is not None and (copy.step, copy.attempt) == (step, attempt)
 
-    # ------------------------------------------------------------------------- reduced numbers
-
     def apply_reduced_metric(self, reduced: ReducedNumbers, *, step: int, attempt: int) -> None:
         """Apply the reduced numbers of ``step``, which belongs to the current attempt."""
         holders = int(reduced.total("holds_evaluated"))
@@ -189,8 +185,6 @@ class RankEarlyStopping:
             )
             self._warn_once("best_not_on_all_ranks", text, step, attempt)
 
-    # ------------------------------------------------------------------------------- its state
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values, equal on all ranks."""
         return self._stopper.state_dict()
@@ -202,8 +196,6 @@ class RankEarlyStopping:
         """
         self._submitted = None
         self._stopper.load_state_dict(state)
-
-    # --------------------------------------------------------------------------------- the end
 
     def restore_best(self, *, step: int, attempt: int, meta: Callable[[], Meta]) -> RestoredBest:
         """Restore the best state, including a last evaluation. Collective.
@@ -255,8 +247,6 @@ class RankEarlyStopping:
         if stopper.best is not None and stopper.best_step != at:
             text += f"; the best one, of step {stopper.best_step} ({stopper.best:g}) was not kept"
         self._emit_note("best_restored", text, step, attempt)
-
-    # ----------------------------------------------------------------------------------- words
 
     @property
     def _is_rank0(self) -> bool:

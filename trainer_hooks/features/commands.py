@@ -53,8 +53,6 @@ class CommandsFeature(StepFeature):
             self._unavailable["checkpoint"] = text
         self._set_paused(False)
 
-    # ------------------------------------------------------------------------- with a step
-
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
         """Return the command that waits for its response."""
         return dict(zip(self.slots.rank0, self._command_words(step.step), strict=True))
@@ -112,8 +110,6 @@ class CommandsFeature(StepFeature):
         return replace(
             decision, reason=f"{decision.reason} ({command.issued_by}: {command.reason})"
         )
-
-    # ------------------------------------------------------------------------------- a pause
 
     def on_command(self, command: Proposal, *, now_step: int) -> None:
         """Start or end a pause."""

@@ -68,8 +68,6 @@ class SnapshotsFeature(StepFeature):
             return ()
         return ("rank0_values", "before_update", "on_reduced", "on_step_done")
 
-    # ------------------------------------------------------------------------ before a step
-
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
         """Return what rank 0 knows about the disk; its clock and its disk decide for all ranks."""
         recovery = self._recovery
@@ -108,8 +106,6 @@ class SnapshotsFeature(StepFeature):
         """Make the update wait, on the device, for a copy in flight."""
         if self._recovery is not None:
             self._recovery.ring.before_update()
-
-    # ------------------------------------------------------------------------- after a step
 
     def on_reduced(self, step: ReturnedStep) -> None:
         """Commit or drop the snapshot of the step, and list the targets of a rollback."""

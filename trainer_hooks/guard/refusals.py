@@ -113,9 +113,6 @@ def _refuse_stepped_twice(schedulers: Sequence[Any]) -> None:
             seen.add(id(part))
 
 
-# ------------------------------------------------------------------ optimizers during backward
-
-
 def _refuse_in_backward(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     for what in _steppers_in_backward(model, optimizers):
         raise UsageError(

@@ -54,8 +54,6 @@ class SchedulerStepper:
         self._ended: tuple[int, str] | None = None
         """Step from which a scheduler of epochs has no effect, and the warning about it."""
 
-    # -------------------------------------------------------------------- stepped by the loop
-
     def check_double_stepping(self, step: int) -> UsageError | None:
         """Return the error if the loop steps a scheduler too: visible at the second update.
 
@@ -114,8 +112,6 @@ class SchedulerStepper:
     def _step_counts(self) -> list[int | None]:
         return [scheduler_step_count(scheduler) for scheduler in self._schedulers]
 
-    # --------------------------------------------------------------------------- stepped by Vitals
-
     def note_update(self, optimizers: Sequence[Optimizer] = ()) -> None:
         """Note an update, applied or skipped: it steps the schedulers of ``every="step"``.
 
@@ -157,8 +153,6 @@ class SchedulerStepper:
         for _ in range(missing):
             self.step_schedulers()
 
-    # ------------------------------------------------------------------------------ a rollback
-
     def restore_counts(self, epoch: int | None) -> None:
         """Set the counts to those of a restored state.
 
@@ -179,8 +173,6 @@ class SchedulerStepper:
             return
         for _ in range(max(undone, default=0)):
             self.step_schedulers()
-
-    # ------------------------------------------------------- updates confused with epochs
 
     def check_epoch_schedule(
         self, step: int, num_batches: int | None, num_epochs: int, per_step: int

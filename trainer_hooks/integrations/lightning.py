@@ -78,8 +78,6 @@ class VitalsCallback(_Callback):
         """Keep the state until training starts and the guard exists."""
         self._state = state_dict
 
-    # ------------------------------------------------------------------------ start and end
-
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Discard the state of an earlier fit; Lightning loads a checkpoint's state after this."""
         self._state = {}
@@ -146,8 +144,6 @@ class VitalsCallback(_Callback):
             how(attached)
         finally:
             self._state, self._optimizer = attached.state_dict(), None
-
-    # ------------------------------------------------------------------------- in every step
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int

@@ -94,8 +94,6 @@ class DeepSpeedAdapter(ABC):
         self._overflowed, self.measured_scale = overflowed, self.scale
         self._own_scale = self.own_scale
 
-    # --------------------------------------------------------- trainer_hooks.exchange.device.Engine
-
     guards: tuple[OptimizerGuard, ...] = ()
     """Empty: the engine steps by itself."""
     reads_verdict = True
@@ -171,9 +169,6 @@ class DeepSpeedNorms(GradNorms):
         """Return the number of parts with a NaN or Inf, on the device; does not wait."""
         with torch.no_grad():
             return nonfinite_count(self.local_parameters(), self.device)
-
-
-# -------------------------------------------------------------------- the optimizers, one by one
 
 
 class ZeroTwo(DeepSpeedAdapter):

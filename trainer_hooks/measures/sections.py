@@ -133,8 +133,6 @@ class SectionTimer:
         self._handles, self._timed = [], []
         self._queue.close()
 
-    # ------------------------------------------------------------------------ by the step's clock
-
     def start_step(self, now_ns: int) -> None:
         """Record that a step ended at ``now_ns`` of the step clock, and start the next one."""
         self.forget()
@@ -172,8 +170,6 @@ class SectionTimer:
         self._marks: list[tuple[Section, Instant]] = []
         self._waits: list[tuple[Section, Instant, Instant]] = []
         self._asides: Counter[str] = Counter()
-
-    # ------------------------------------------------------------------------------- by the hooks
 
     def _end_section(self, following: Section) -> None:
         """Record the end of the current section."""
@@ -293,9 +289,6 @@ def _all_tensors(output: Any, depth: int) -> Iterator[Tensor]:
             parts = (getattr(output, field.name) for field in dataclasses.fields(output))
         for part in parts:
             yield from _all_tensors(part, depth - 1)
-
-
-# ---------------------------------------------------------------------------- supported models
 
 
 def modules_to_hook(model: nn.Module) -> list[nn.Module]:

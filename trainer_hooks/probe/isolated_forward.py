@@ -94,9 +94,6 @@ def is_sharded(model: nn.Module) -> bool:
     return by_module or any(hasattr(p, "placements") for p in model.parameters())
 
 
-# ------------------------------------------------------------------------- modules' attributes
-
-
 def _is_ours(module: nn.Module) -> bool:
     """Return whether the attributes belong to the model and not to a DDP or FSDP wrapper."""
     wrapper = isinstance(module, DistributedDataParallel) or hasattr(module, "_orig_mod")
@@ -118,8 +115,6 @@ def _put_back_attributes(before: list[tuple[nn.Module, dict[str, Any]]]) -> None
             del module_vars[name]
         module_vars.update(attributes)
 
-
-# ----------------------------------------------------------------------- buffers and parameters
 
 _Places = list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]]
 _Copies = list[tuple[Tensor, Tensor, Tensor]]
@@ -171,9 +166,6 @@ def _put_back_gradients(before: list[tuple[Tensor, Tensor | None, bool]]) -> Non
             param.grad = grad
         if param.requires_grad != asks:
             param.requires_grad_(asks)
-
-
-# -------------------------------------------------------------------------------- DDP and FSDP
 
 
 @contextmanager

@@ -137,9 +137,6 @@ class SharedRegion:
         return self._map_memory(_HEADER_BYTES)[:_HEADER_BYTES].view(torch.int64)
 
 
-# ------------------------------------------------------------------------- groups that share
-
-
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
     """This rank within the group that shares a copy."""

@@ -30,8 +30,6 @@ class RankShardLayout:
         self._split = split
         self._owners = {whole: key for key, tensor in tensors.items() for whole in tensor.wholes}
 
-    # -------------------------------------------------------------------------------- saving
-
     def find_writable(self, key: str, shape: Shape) -> LocalShard | None:
         """Return the position of a tensor that this rank may write; None if it has none.
 
@@ -82,8 +80,6 @@ class RankShardLayout:
                 by_whole |= {whole.removeprefix(_MODEL): values for whole in wholes}
             spread.append(by_whole)
         return spread
-
-    # ------------------------------------------------------------------------------- loading
 
     def collect(self, scalars: Scalars) -> Scalars:
         """Return the scalars by the names of the parameters on this rank."""
