@@ -320,11 +320,7 @@ class Attached(MonitorBase):
             self._run.emitter.note("norm_unknown", text, step=self._step, attempt=self.attempt)
 
     def _refuse_late_gradients(self, index: int) -> None:
-        """In the first step, reject gradients that appeared after the exchange.
-
-        Raises:
-            UsageError: the gradients of this optimizer changed since the step started.
-        """
+        """In the first step, refuse gradients that appeared after the exchange."""
         if not self._measured:
             return
         now, measured = _weak_gradient_refs(self._device.optimizers[index]), self._measured[index]

@@ -391,11 +391,7 @@ class Monitor(MonitorBase):
             self._warn("unknown_scaler", text)
 
     def _look_at_schedulers(self, schedules: SchedulerStepper) -> None:
-        """Reject a loop that steps its schedulers itself; with several ranks, rank 0 decides.
-
-        Raises:
-            UsageError: it does, and this is the second step of a single process.
-        """
+        """Refuse a loop that steps its schedulers itself; with several ranks, rank 0 decides."""
         error = None
         with self._run.faults.fail_open("schedules"):
             error = schedules.check_double_stepping(self._step)

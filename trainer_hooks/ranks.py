@@ -140,11 +140,7 @@ def _sendable_error(error: Exception | None, rank: int) -> VitalsError | None:
 
 
 def check_same(what: str, values: Sequence[object], hint: str) -> None:
-    """Refuse values that differ between ranks, on all ranks together.
-
-    Raises:
-        UsageError: they differ; the message names the first rank that does.
-    """
+    """Refuse values that differ between ranks, on all ranks together; name the first one."""
     for rank, value in enumerate(values):
         if value != values[0]:
             raise UsageError(f"{what}: {value} on rank {rank}, {values[0]} on rank 0", hint=hint)

@@ -49,11 +49,7 @@ class GuardedAverages:
         return any(ema.is_swapped for ema in self._emas)
 
     def refuse_swapped(self) -> None:
-        """Refuse a step while averages replace the weights.
-
-        Raises:
-            UsageError: averages replace the weights.
-        """
+        """Refuse a step while averages replace the weights."""
         for ema in self._emas:
             ema.refuse_swapped()
 
@@ -97,11 +93,7 @@ def registered_averages(
 def refuse_averages(
     state: Mapping[str, Any], optimizers: Sequence[Optimizer], *, has_engine: bool
 ) -> None:
-    """Refuse an ``EMA`` that later steps would not update, or would update twice.
-
-    Raises:
-        UsageError: there is such an ``EMA``.
-    """
+    """Refuse an ``EMA`` that later steps would not update, or would update twice."""
     for ema in emas_in(state):
         if has_engine:
             raise UsageError(

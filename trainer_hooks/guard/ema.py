@@ -330,11 +330,7 @@ class EMA(nn.Module):
         return self._swapped
 
     def refuse_swapped(self) -> None:
-        """Refuse operations that are invalid while the model holds the averages.
-
-        Raises:
-            UsageError: the weights are swapped.
-        """
+        """Refuse operations that are invalid while the model holds the averages."""
         if self._swapped:
             raise UsageError(
                 "the model currently holds its averages: a step would train them and be lost",
@@ -342,12 +338,7 @@ class EMA(nn.Module):
             )
 
     def refuse_watch(self, params: Iterable[Tensor]) -> None:
-        """Refuse to be updated by a monitor of these parameters.
-
-        Raises:
-            UsageError: another monitor updates it, the weights are swapped, or none of its
-                parameters is trained.
-        """
+        """Refuse a second monitor, swapped weights, and ``params`` of which none is averaged."""
         self.refuse_swapped()
         if self.is_watched:
             raise UsageError(

@@ -543,10 +543,9 @@ class UnguardedStepDetector:
     def _check_unguarded_step(
         self, optimizer: Optimizer, _args: Any, kwargs: Mapping[str, Any]
     ) -> None:
-        """Check a step. It is traced with a compiled step, so the usual case comes first.
+        """Refuse a step of the loop itself before any guarded step; later only count it.
 
-        Raises:
-            UsageError: the loop steps by itself before any guarded step. Later it is only counted.
+        It is traced with a compiled step, so the usual case comes first.
         """
         if self._inside or is_state_initialization(optimizer, kwargs):
             return

@@ -137,11 +137,7 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
 
 
 def refuse_accelerate_loop(distributed_type: Any, optimizers: Sequence[Any]) -> None:
-    """Refuse loops that cannot be guarded correctly.
-
-    Raises:
-        UsageError: this is such a loop.
-    """
+    """Refuse loops that cannot be guarded correctly."""
     kind = str(getattr(distributed_type, "value", distributed_type)).upper()
     if kind in _ELSEWHERE:
         raise UsageError(
@@ -297,11 +293,7 @@ class AcceleratorHooks:
         return {id(p) for p in params_of(self._optimizers) if p.requires_grad}
 
     def _refuse_clip(self) -> None:
-        """Refuse a clip in a loop that was declared to not clip.
-
-        Raises:
-            UsageError: this is the first step. Later it is only counted.
-        """
+        """Refuse a clip that ``attach(max_norm=...)`` excluded; later steps only count it."""
         error = UsageError(
             "the loop clips through the accelerator, and attach(max_norm=...) said that it does "
             "not",

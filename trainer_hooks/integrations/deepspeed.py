@@ -199,11 +199,7 @@ class DeepSpeedAttached(Attached):
         return ours
 
     def _end_step(self) -> None:
-        """Finish the step that was judged.
-
-        Raises:
-            UsageError: no step was judged, and this is the first. Later it is only counted.
-        """
+        """Finish the judged step; refuse one without a judgement, after the first only count it."""
         judged, self._judged = self._judged, None
         if judged is not None:
             self._parts.clock.end_loop_clip()
@@ -348,11 +344,7 @@ def _engine_hook_of(engine: Any) -> _EngineHook:
 
 
 def _refuse(engine: Any) -> None:
-    """Refuse an engine whose skip may change state, or was not verified to be without effect.
-
-    Raises:
-        UsageError: the message says why, and what to do.
-    """
+    """Refuse an engine whose skip may change state, or was not verified to be without effect."""
     if not hasattr(engine, "gradient_clipping") or not hasattr(engine, "optimizer"):
         raise UsageError(
             f"attach() was given {name_type(engine)}, which is not a DeepSpeed engine",

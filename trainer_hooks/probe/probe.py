@@ -424,11 +424,7 @@ class _ForwardBarrier:
 
 
 def _loss_number(value: object) -> float:
-    """Return the loss as a number.
-
-    Raises:
-        RefusedError: it is not a number, or requires gradients.
-    """
+    """Return the loss as a number; refuse anything else, and a loss with gradients."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             raise RefusedError("returned a loss with gradients: it enables them itself")

@@ -292,10 +292,9 @@ class Snapshot:
     _slot: _SnapshotSlot | None = None
 
     def check_whole(self) -> None:
-        """Call after the tensors were read, before the data is trusted.
+        """Refuse tensors that another rank of this node has started to overwrite.
 
-        Raises:
-            CheckpointError: another rank of this node has started to overwrite them.
+        Call after they were read, before the data is trusted.
         """
         region = None if self._slot is None else self._slot.region
         if region is not None and not region.holds(self.generation):
@@ -412,8 +411,7 @@ class SnapshotRing:
     def check_memory(self, *, ranks_on_node: int = 1, free: int | None = None) -> None:
         """Refuse a ring that needs more than half of the memory that the job may still use.
 
-        Raises:
-            CheckpointError: it does. Rank-local: agree on it before the next collective.
+        Rank-local: agree on it before the next collective.
         """
         free = host_memory_left() if free is None else free
         self._ranks_on_node = ranks_on_node

@@ -396,11 +396,7 @@ class StepPhases:
             sampler.after_update()
 
     def usable(self, max_norm: MaxNorm | None, *, first: bool) -> MaxNorm | None:
-        """Return the norm to clip to; count an invalid one and return None, so nothing is clipped.
-
-        Raises:
-            UsageError: the norm is invalid, and this is the first step.
-        """
+        """Return the norm to clip to; refuse an invalid one, after the first step only count it."""
         if first:
             refuse_max_norm(max_norm)
         if max_norm is None or (type(max_norm) is float and 0.0 < max_norm < math.inf):
@@ -588,11 +584,7 @@ def _added_group_error(now: int, watched: int) -> UsageError:
 
 
 def refuse_probe(has_loss: bool) -> None:
-    """Refuse a probe if optimizers alternate: each step's loss differs from the probe's loss.
-
-    Raises:
-        UsageError: there is a probe.
-    """
+    """Refuse a probe if optimizers alternate: each step's loss differs from the probe's loss."""
     if has_loss:
         raise UsageError(
             "monitor.step(optimizer=...) was called in a loop over batches(probe=...): a probe "
