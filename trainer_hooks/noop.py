@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -92,13 +92,15 @@ class NullMonitor:
     ) -> None:
         """Do nothing."""
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
         """Do nothing."""
-        return nullcontext()
+        yield
 
-    def count_flops(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def count_flops(self) -> Iterator[None]:
         """Do nothing."""
-        return nullcontext()
+        yield
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loaded state unchanged, so that a later watched run can continue from it."""

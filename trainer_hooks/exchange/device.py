@@ -151,9 +151,7 @@ def build_device_parts(
     # If one optimizer needs the verdict on the host, every step waits for it: no lag then.
     lag = 0 if engine.reads_verdict else 1
     size = layout.size + NUM_FIGURES + own_numbers
-    sections, checked = None, () if steps_by_itself else optimizers
-    if not steps_by_itself:
-        sections = _build_section_timer(model, ranks, norms.device, faults)
+    checked = () if steps_by_itself else optimizers
     if scaler is not None:
         GIVEN_SCALERS.add(scaler)
     for optimizer in optimizers:
@@ -173,7 +171,9 @@ def build_device_parts(
         warnings=_find_likely_mistakes(model, checked, schedulers, state),
         readback=AsyncCopy[HostMeasurements](lag=lag, size=size, device=norms.device),
         sampler=sampler,
-        sections=sections,
+        sections=None
+        if steps_by_itself
+        else _build_section_timer(model, ranks, norms.device, faults),
         memory=MemoryEstimate(model, optimizers, norms.device),
         turns=_optimizer_turns(optimizers, engine.guards, names),
     )

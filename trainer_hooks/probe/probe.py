@@ -207,8 +207,11 @@ class Probe:
         if results is None:
             return
         verdict = _rehearsal_mismatch(results, saved, len(now), loss)
-        is_same = _ignores_input(results) and not same_content(saved.batches, earlier.batches)
-        if not verdict and is_same:
+        if (
+            verdict == ""
+            and _ignores_input(results)
+            and not same_content(saved.batches, earlier.batches)
+        ):
             verdict = "again"
         verdicts = self._ranks.gather(verdict)
         for rank, each in enumerate(verdicts):

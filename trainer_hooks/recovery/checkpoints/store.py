@@ -178,8 +178,8 @@ class CheckpointStore:
             name: entry for part in self._ranks.gather(rank_files) for name, entry in part.items()
         }
         size = self._ranks.broadcast(written.num_bytes)
-        content = self._build_manifest(snapshot, size, files)
-        self._agree.on_root(lambda: self.folder.publish(content))
+        build = self._build_manifest
+        self._agree.on_root(lambda: self.folder.publish(build(snapshot, size, files)))
         self._mark(name, snapshot)
         self.num_saved += 1
         self.folder.note(name, snapshot.state, num_bytes=size)
