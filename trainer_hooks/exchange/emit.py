@@ -380,7 +380,7 @@ class TokenCount:
 class StepLog:
     """Writes all data of a step whose numbers have been read back, and counts its tokens.
 
-    ``columns`` are those of rank 0 in addition to the record.
+    ``columns`` are added to the record's on rank 0.
     """
 
     def __init__(

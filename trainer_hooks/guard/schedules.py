@@ -235,7 +235,7 @@ def is_scheduled(
 ) -> bool:
     """Return whether a scheduler given to ``watch`` has set the first of the current ``rates``.
 
-    The first rates are those of the ``optimizer``.
+    The first rates belong to the ``optimizer``.
     """
     for scheduler in schedulers:
         last = getattr(scheduler, "_last_lr", None) or ()

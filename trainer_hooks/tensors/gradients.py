@@ -136,7 +136,7 @@ def flat_parameters(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
 
 
 def fsdp2_groups(state: Any) -> list[Any]:
-    """Return the parameter groups of an FSDP2 state; before torch 2.12 there is at most one."""
+    """Return the parameter groups of an FSDP2 state: none or one before torch 2.12."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)

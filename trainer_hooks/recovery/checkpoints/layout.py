@@ -21,8 +21,8 @@ _MODEL = "model."
 class RankShardLayout:
     """One rank's view of the complete tensors.
 
-    ``tensors`` are parameters, and tensors of registered modules, by this rank's names. Of the
-    optimizers in ``split``, each rank keeps the state of some parameters only.
+    ``tensors`` are parameters, and tensors of registered modules, by this rank's names. Each
+    rank keeps the state of some parameters only, if the optimizer is in ``split``.
     """
 
     def __init__(self, tensors: Mapping[str, LocalShard], split: Collection[int]) -> None:
