@@ -18,6 +18,7 @@ from trainer_hooks.guard.optimizers import unscale
 from trainer_hooks.guard.schedules import SchedulerEvery, end_epoch_error, optimizer_of
 from trainer_hooks.guard.step_interception import StepInterception
 from trainer_hooks.outcome import StepOutcome
+from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.tensors.clearing import GradientClearing
 from trainer_hooks.tensors.optimizer_state import params_of
 from trainvitals.auto_clip import DELAY, AutoClip, MaxNorm
@@ -76,10 +77,14 @@ class NullMonitor:
             if not optimizers or any(optimizer_of(scheduler) is o for o in optimizers):
                 scheduler.step()
 
-    def _ignore(self, *_: object, **__: object) -> None:
-        """Do nothing, not even a check of the arguments."""
+    def micro(self, loss: Tensor, weight: Tensor | float = 1.0) -> None:
+        """Do nothing."""
 
-    micro = observe = evaluate = expect = restore_best = _ignore
+    def observe(self, **values: float) -> None:
+        """Do nothing."""
+
+    def evaluate(self, **values: float) -> None:
+        """Do nothing."""
 
     def alert(
         self,
@@ -90,6 +95,12 @@ class NullMonitor:
         value: Tensor | float | None = None,
         message: str = "",
     ) -> None:
+        """Do nothing."""
+
+    def restore_best(self) -> None:
+        """Do nothing: no other state was saved."""
+
+    def expect(self, reason: str, *, steps: int = 200) -> None:
         """Do nothing."""
 
     @contextmanager
@@ -191,7 +202,17 @@ class Unattached(NullMonitor):
         else:
             self._optimizers[index].step()
 
-    loss = grad_norm = before_clip = keep_batch = NullMonitor._ignore
+    def loss(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
+        """Do nothing."""
+
+    def grad_norm(self, norm: Tensor | float) -> None:
+        """Do nothing."""
+
+    def before_clip(self, max_norm: float | None = None) -> None:
+        """Do nothing."""
+
+    def keep_batch(self, batch: Any, probe: LossOf) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
         """Restore ``optimizer.step``."""
