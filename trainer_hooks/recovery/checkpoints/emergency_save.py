@@ -79,13 +79,14 @@ def write_part(
     manifests.sync_folder(home)
 
 
-def merge_emergency_parts(folder: CheckpointFolder, run_id: str) -> None:
-    """Make checkpoints of this run's parts, and remove the parts.
+def merge_emergency_parts(folder: CheckpointFolder, run_id: str) -> list[str]:
+    """Make checkpoints of this run's parts, and remove the parts; return the new ids.
 
     Call when no rank writes any longer, so that incomplete parts stay incomplete. A damaged or
     incomplete checkpoint is reported and removed; one that is unreadable for another reason stays.
     Parts that another user created are reported and quarantined.
     """
+    adopted: list[str] = []
     home = _emergency_directory(folder.path, run_id)
     if folder.is_planted(home.name):
         aside = home.with_name(f".refused-{home.name}-{secrets.token_hex(4)}")
@@ -93,7 +94,7 @@ def merge_emergency_parts(folder: CheckpointFolder, run_id: str) -> None:
             home.rename(aside)
         except OSError as error:  # a sticky directory: only its owner may rename it
             _LOG.warning("vitals: %s is another user's; it is skipped: %s", home, error.strerror)
-            return
+            return adopted
         _LOG.warning("vitals: %s is another user's; it is refused, and kept as %s", home, aside)
     for parts in sorted(home.iterdir()) if home.is_dir() and not home.is_symlink() else []:
         if parts.is_symlink() or not manifests.is_id(parts.name):
@@ -101,6 +102,7 @@ def merge_emergency_parts(folder: CheckpointFolder, run_id: str) -> None:
         try:
             if parts.name not in folder.names():
                 _merge_checkpoint(folder, parts, run_id)
+                adopted.append(parts.name)
         except InsecurePathError as error:
             _LOG.warning("vitals: the parts of %s are refused: %s", parts.name, error.text)
             folder.note(parts.name, "bad", detail=f"saved by each rank on its own: {error.text}")
@@ -115,6 +117,7 @@ def merge_emergency_parts(folder: CheckpointFolder, run_id: str) -> None:
         shutil.rmtree(parts, ignore_errors=True)
     with suppress(OSError):  # missing, or not empty
         home.rmdir()
+    return adopted
 
 
 def _emergency_directory(folder: Path, run_id: str) -> Path:
