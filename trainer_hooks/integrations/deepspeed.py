@@ -65,8 +65,18 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
         optimizers=() if seat is None else (seat.optimizer,),
         scaler=None if seat is None else seat.scaler,
         engine=None if seat is None else seat.holder,
+        run=options.get("run"),
+        mode=options.get("mode", "guard"),
+        dir=options.get("dir"),
+        tokens_per_step=options.get("tokens_per_step"),
+        config=options.get("config"),
+        tags=options.get("tags", ()),
+        state=options.get("state"),
+        signals=options.get("signals"),
+        loss_kind=options.get("loss_kind"),
+        task=options.get("task"),
+        on_hang=options.get("on_hang", "alert"),
         owns_clip=False,
-        **options,
     )
     parts = build_monitor_parts(arguments)
     if parts is None or seat is None:
