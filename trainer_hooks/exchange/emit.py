@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from trainer_hooks.exchange.reduce_vector import ReducedNumbers, VerdictFigures
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.measures.host import DeviceMemory, HostMeasurements, Utilization
+from trainer_hooks.measures.host import HostMeasurements, Utilization
 from trainer_hooks.measures.sampled import SampledSignals, SignalSampler
 from trainer_hooks.tensors.gradients import ALL
 from trainvitals.catalog import (
@@ -44,14 +44,26 @@ LAYERS_EVERY = 10
 LAYERS_AFTER_FINDING = 500
 """Steps after a finding in which layer norms are written at every step."""
 
-_TIMES = ("data_wait", "forward_backward", "checkpoint", "evaluation", "monitor")
 _FROM_HOST = {
-    **{name: name for name in ("step", "attempt", "time_unix_ns", "monotonic_ns")},
-    **{name: name for name in ("epoch", "batch_index", "num_batches", "samples_per_second")},
+    "step": "step",
+    "attempt": "attempt",
+    "time_unix_ns": "time_unix_ns",
+    "monotonic_ns": "monotonic_ns",
     "step_duration_seconds": "times.duration",
-    **{f"{name}_seconds": f"times.{name}" for name in _TIMES},
-    **{f"memory_{name}": f"memory.{name}" for name in DeviceMemory._fields},
+    "data_wait_seconds": "times.data_wait",
+    "monitor_seconds": "times.monitor",
+    "forward_backward_seconds": "times.forward_backward",
+    "checkpoint_seconds": "times.checkpoint",
+    "evaluation_seconds": "times.evaluation",
+    "samples_per_second": "samples_per_second",
+    "memory_allocated_bytes": "memory.allocated_bytes",
+    "memory_peak_bytes": "memory.peak_bytes",
+    "memory_alloc_retries": "memory.alloc_retries",
+    "memory_ooms": "memory.ooms",
     "memory_estimate_bytes": "memory_estimate_bytes",
+    "epoch": "epoch",
+    "batch_index": "batch_index",
+    "num_batches": "num_batches",
 }
 """Columns of each rank, and the fields of ``HostMeasurements`` that provide them."""
 _FROM_RECORD = (
