@@ -13,11 +13,12 @@ def capture_rng() -> dict[str, Any]:
     Python's, numpy's if it was imported, torch's for the CPU, and torch's of every CUDA device once
     CUDA is in use.
     """
-    state = capture_now()
-    if "numpy" in state:
-        kind, keys, *rest = state["numpy"]
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
         state["numpy"] = (kind, keys.tolist(), *rest)
-    if "cuda" in state:
+    if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
