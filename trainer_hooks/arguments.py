@@ -44,16 +44,16 @@ class WatchArguments:
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
     schedulers: tuple[Any, ...] = ()
-    run: str | None = None
-    mode: str = "guard"
-    scaler: torch.amp.GradScaler | None = None
+    run: str | None
+    mode: str
+    scaler: torch.amp.GradScaler | None
     checkpoints: CheckpointSettings | str | Path | bool | None = None
-    dir: str | Path | None = None
-    tokens_per_step: int | None = None
-    config: Mapping[str, object] | None = None
-    tags: Sequence[str] = ()
-    state: Mapping[str, Any] | None = None
-    signals: SignalSettings | None = None
+    dir: str | Path | None
+    tokens_per_step: int | None
+    config: Mapping[str, object] | None
+    tags: Sequence[str]
+    state: Mapping[str, Any] | None
+    signals: SignalSettings | None
     engine: UpdateEngine | None = None
     early_stopping: EarlyStopping | None = None
     loss_kind: LossKind | None = None
@@ -90,8 +90,10 @@ class WatchArguments:
     def hyperparameters(self) -> Mapping[str, object]:
         """Return the configuration as a mapping; raise if invalid."""
         config: object = self.config
-        if config is None or isinstance(config, Mapping):
-            return config or {}
+        if config is None:
+            return {}
+        if isinstance(config, Mapping):
+            return config
         raise UsageError(
             f"config is {name_type(config)}; it must be a mapping",
             hint="vars(arguments), dataclasses.asdict(config), OmegaConf.to_container(config)",
@@ -222,6 +224,7 @@ def _check_argument_types(arguments: WatchArguments) -> None:
 
 
 def _has_param_groups(optimizer: Any) -> bool:
+    """Return whether an optimizer given to ``watch`` has valid param_groups."""
     groups = getattr(optimizer, "param_groups", None)
     return isinstance(groups, Sequence) and all(
         isinstance(group, Mapping) and isinstance(group.get("params"), Iterable) for group in groups
@@ -276,6 +279,7 @@ def _check_on_hang(value: object) -> None:
 
 
 def _check_agent_choice(environ: Mapping[str, str]) -> None:
+    """Refuse a value of VITALS_AGENT other than auto and off."""
     choice = environ.get("VITALS_AGENT", "auto")
     if choice not in ("auto", "off"):
         raise UsageError(
@@ -345,6 +349,7 @@ def _effective_mode(
 
 
 def _check_torch() -> None:
+    """Refuse a torch older than the oldest supported version."""
     numbers = torch.__version__.split("+")[0].split(".")[:2]
     if tuple(int(n) for n in numbers) < _OLDEST_TORCH:
         raise MissingDependencyError(
