@@ -7,8 +7,8 @@ steps it too, its count differs from the count after Vitals' last step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol
 
 from torch.optim import Optimizer, lr_scheduler
 
@@ -16,6 +16,13 @@ from trainer_hooks.data.loader import Batches
 from trainvitals.errors import UsageError
 
 SchedulerEvery = Literal["step", "epoch"]
+
+
+class Warn(Protocol):
+    """Reports a likely mistake."""
+
+    def __call__(self, code: str, text: str, *, step: int) -> None:
+        """Report it as a note with this code."""
 
 
 _NEARLY_ZERO = 1e-3
@@ -30,12 +37,10 @@ class SchedulerStepper:
 
     Call ``check_double_stepping`` before each update and ``note_update`` after it. With
     ``every="epoch"`` the epochs of the data step them: ``iterate_epochs`` yields a loader's batches
-    and detects the end of an epoch. ``warn`` takes the code and text of a note, and its ``step``.
+    and detects the end of an epoch.
     """
 
-    def __init__(
-        self, schedulers: Sequence[Any], every: SchedulerEvery, warn: Callable[..., None]
-    ) -> None:
+    def __init__(self, schedulers: Sequence[Any], every: SchedulerEvery, warn: Warn) -> None:
         self._schedulers = schedulers
         self.every = every
         self._warn = warn
@@ -115,7 +120,7 @@ class SchedulerStepper:
     def note_update(self, optimizers: Sequence[Optimizer] = ()) -> None:
         """Note an update, applied or skipped: it steps the schedulers of ``every="step"``.
 
-        Only those of ``optimizers``, unless these are all.
+        Only those of ``optimizers``, if any are given.
         """
         self._is_training = True
         if self.every == "step":
