@@ -178,8 +178,9 @@ class CheckpointStore:
             name: entry for part in self._ranks.gather(rank_files) for name, entry in part.items()
         }
         size = self._ranks.broadcast(written.num_bytes)
-        build = self._build_manifest
-        self._agree.on_root(lambda: self.folder.publish(build(snapshot, size, files)))
+        self._agree.on_root(
+            lambda: self.folder.publish(self._build_manifest(snapshot, size, files))
+        )
         self._mark(name, snapshot)
         self.num_saved += 1
         self.folder.note(name, snapshot.state, num_bytes=size)
@@ -235,9 +236,11 @@ class CheckpointStore:
             self._check_finite(index.fqn, tensor)
 
         payload.scan(partial, check, list(expected))
-        names, rank = [path.name for path in partial.iterdir()], self._ranks.rank
-        share = manifests.files_to_verify(names, rank, self._ranks.world_size)
-        return manifests.measure(partial, [*share, *([] if rank else [manifests.METADATA])])
+        rank, world_size = self._ranks.rank, self._ranks.world_size
+        names = [path.name for path in partial.iterdir()]
+        share = manifests.files_to_verify(names, rank, world_size)
+        metadata = [manifests.METADATA] if rank == 0 else []
+        return manifests.measure(partial, [*share, *metadata])
 
     def _check_finite(self, key: str, tensor: Tensor) -> None:
         if key.endswith(".host") or not self._state.must_be_finite(_strip_rank_prefix(key)):
