@@ -124,6 +124,7 @@ def _create_journal_folder(
 def _open_on_root(
     environ: Mapping[str, str], directory: str | Path | None, clock: Clock
 ) -> tuple[str, str, int, Plan, JudgeConfig]:
+    """Create or find the run's directory and plan, on rank 0."""
     judge = load_judge_config(environ)
     base = Path(directory or environ.get("VITALS_DIR") or "vitals_runs")
     nth = next(_runs)
@@ -260,6 +261,7 @@ def open_inbox(
 
 
 def _boot_id() -> str:
+    """Return the kernel's boot id, for the journal's identity; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

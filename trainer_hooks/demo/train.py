@@ -112,7 +112,7 @@ def evaluate(model: nn.Module, data: Windows, device: torch.device) -> float:
 
 
 def place(local_rank: int, *, num_ranks: int, num_gpus: int) -> tuple[str, torch.device]:
-    """Return the backend and the device of a rank of the demo.
+    """Return the backend and the device of a rank of the demo; all numbers are of this node.
 
     With fewer GPUs than ranks, ranks share GPUs: then over gloo, because NCCL refuses two ranks on
     one GPU.

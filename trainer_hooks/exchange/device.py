@@ -284,6 +284,7 @@ def _refuse_signals(signals: object) -> None:
 
 
 def _refuse_guarded(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers that an open monitor guards already."""
     if any(
         vars(optimizer).get("add_param_group") is _refuse_added_group for optimizer in optimizers
     ):

@@ -12,6 +12,7 @@ from trainvitals.policy import Judgement
 from trainvitals.records import AttemptStarted
 
 _MAX_SHOWN = 8
+"""Maximum number of ranks to list."""
 
 
 class AgreementFeature(StepFeature):

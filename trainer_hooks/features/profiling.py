@@ -40,6 +40,7 @@ _WAITS = ("gradient_wait_seconds", "communication_seconds")
 """Columns of the time that a rank waits for others: the rank that waits least is the slowest."""
 _PROFILER: Any = autograd_profiler
 _AUTOMATIC_PREFIX = "auto"
+"""Prefix of the name of an automatic trace."""
 
 
 class Lateness:

@@ -17,6 +17,7 @@ from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
 from trainvitals.policy import Judgement, Proposal
 
 _MAX_NAMES = 4
+"""Maximum number of non-finite tensors to name."""
 _IS_INTENDED = (
     "; no optimizer has it, so it counts as intended from now on: snapshots continue with it"
 )
@@ -206,6 +207,7 @@ class SnapshotsFeature(StepFeature):
 
 
 def _add_names(judgement: Judgement, kind: str, names: str) -> Judgement:
+    """Return the judgement with tensor names added to findings and decision."""
     decision = judgement.decision
     reasons = {f.reason: f"{f.reason} ({names})" for f in judgement.findings if f.kind == kind}
     findings = tuple(

@@ -173,6 +173,7 @@ def _simulatable_schedulers(declared: object) -> list[LRScheduler]:
 
 
 def _iterate_schedulers(scheduler: Any) -> Iterator[Any]:
+    """Yield a learning-rate scheduler and all its parts."""
     yield scheduler
     for part in getattr(scheduler, "_schedulers", ()):
         yield from _iterate_schedulers(part)
@@ -199,6 +200,7 @@ _StandInOptimizer.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
 def _copy_group_value(value: Any) -> Any:
+    """Return a copy of a parameter group's setting; a tensor as a number."""
     return float(value) if isinstance(value, Tensor) and value.numel() == 1 else copy.copy(value)
 
 

@@ -370,6 +370,7 @@ class EMA(nn.Module):
 
 
 def _copy_pairs(pairs: Sequence[Pair]) -> None:
+    """Copy the first tensor of each pair into the second."""
     for source, target in pairs:
         target.copy_(source)
 
@@ -417,6 +418,7 @@ def _refuse_settings(decay: float, dtype: torch.dtype | None, every: int) -> Non
 
 
 def _refuse_weights(weights: Mapping[str, Tensor]) -> None:
+    """Refuse an ``EMA`` of weights that cannot be averaged."""
     if not weights:
         raise UsageError("the model has no floating parameters, so there is nothing to average")
     odd = [name for name, weight in weights.items() if weight.layout != torch.strided]

@@ -182,6 +182,7 @@ class BufferShadow:
         return self._live
 
     def _is_unmoved(self) -> bool:
+        """Return whether every model buffer still has its place and memory."""
         if len(self._seen) != len(self._places):
             return False
         for (buffers, name), (seen, pointer) in zip(self._places, self._seen, strict=True):

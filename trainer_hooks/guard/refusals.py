@@ -100,6 +100,7 @@ def _refuse_schedulers(schedulers: Sequence[Any]) -> None:
 
 
 def _refuse_stepped_twice(schedulers: Sequence[Any]) -> None:
+    """Refuse an LR scheduler that is given twice to ``watch``."""
     seen: set[int] = set()
     for scheduler in schedulers:
         for part in (scheduler, *getattr(scheduler, "_schedulers", ())):

@@ -35,7 +35,7 @@ class ParamPartition(NamedTuple):
 
 
 class DeepSpeedAdapter(ABC):
-    """Adapts one of DeepSpeed's optimizers to ``trainer_hooks.exchange.device.Engine``.
+    """Adapts one of DeepSpeed's optimizers to ``trainer_hooks.exchange.device.UpdateEngine``.
 
     ``zero`` is the engine's optimizer, which wraps a plain one.
     """

@@ -268,6 +268,7 @@ class _SnapshotSlot:
 
 
 def _queue_copies(pairs: Sequence[Pair], live: Mapping[str, Tensor]) -> None:
+    """Queue copies of the live tensors into a snapshot's slot."""
     for pair in pairs:
         if pair.into is not None and pair.name in live:
             pair.into.copy_(pair.source, non_blocking=True)

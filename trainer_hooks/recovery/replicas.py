@@ -348,7 +348,7 @@ class Replicas:
             self._settings_differ = False
 
     def _inputs_of(self, step: int) -> _FingerprintInputs | None:
-        return next((made_of for made_of in reversed(self._recent) if made_of.step == step), None)
+        return next((inputs for inputs in reversed(self._recent) if inputs.step == step), None)
 
     def close(self) -> None:
         """Allow no further comparisons: this rank may end before the others."""
@@ -691,6 +691,7 @@ def _format_keys(keys: Sequence[str]) -> str:
 def _describe_elements(
     key: str, elements: Sequence[int], values: Mapping[int, Sequence[float]]
 ) -> str:
+    """Return the first differing element of a replica on each rank, as text."""
     if not elements:
         return ""
     each = ", ".join(f"{values[rank][0]:.9g} on rank {rank}" for rank in sorted(values)[:4])
@@ -728,6 +729,7 @@ def _settings_bytes(
 
 
 def _setting_names(optimizers: Sequence[Optimizer]) -> list[str]:
+    """Return the names of the settings that ranks compare with replicas."""
     return [
         "the step",
         "the optimizer's turn",

@@ -584,6 +584,7 @@ def _held_as_weights(
 
 
 def _averaged(key: str, names: Collection[str], prefix: str = "") -> str:
+    """Return the name of an average's parameter."""
     name = clean_name(key)
     while prefix + name not in names and name.startswith("module."):
         name = name.removeprefix("module.")
@@ -634,6 +635,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _scalar_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter group's settings that are not tensors."""
     return {k: v for k, v in group.items() if k not in _IMPLEMENTATION and not _is_tensor(v)}
 
 

@@ -156,6 +156,7 @@ def _encode_fitting_rows(batch: Any, arrays: _CapsuleArrays, room: int) -> Tree 
 
 
 def _encode_tree(value: Any, arrays: _CapsuleArrays) -> Tree:
+    """Return a batch as a tree of plain values, its tensors among the arrays."""
     numpy = sys.modules["numpy"]
     if isinstance(value, Tensor):
         plain, dtype = _host_copy(value)
@@ -196,6 +197,7 @@ def _host_copy(tensor: Tensor) -> tuple[Any, str]:
 
 
 def _rng_tree(state: dict[str, Any], arrays: _CapsuleArrays) -> Tree:
+    """Return the RNG state of a repro capsule as a tree of plain values."""
     import numpy
 
     version, generator_words, gauss = state["python"]
@@ -287,6 +289,7 @@ def read(file: CapsuleFile) -> Capsule:
 
 
 def _decode_tree(tree: Tree, arrays: Sequence[Any]) -> Any:
+    """Return the batch of a repro capsule from its tree and arrays."""
     if "tensor" in tree:
         tensor = torch.from_numpy(arrays[tree["tensor"]].copy())
         dtype = getattr(torch, tree["dtype"])

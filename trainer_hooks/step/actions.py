@@ -36,7 +36,8 @@ def carry_out(
     The plan journal is written before the action, so that a relaunch finds the intended action and
     no command is applied twice. The response to a command is written after it. A skip on its own is
     not written: it must not wait for a disk, and because a relaunch is a new attempt, entries of
-    the decision log stay distinct. A rollback skips the data in ``window``.
+    the decision log stay distinct. ``now_step`` is the step in whose call this happens. A rollback
+    skips the data in ``window``.
 
     Raises:
         TrainingHalted: the decision is a halt.
@@ -215,4 +216,5 @@ def take_meta(run: RunContext, meta: Meta, *, step: int) -> None:
 
 
 def _branch_of(decision: Decision, fork_step: int) -> Branch:
+    """Return the branch that a rollback starts, for the plan journal."""
     return Branch(decision.new_attempt, decision.attempt, fork_step)

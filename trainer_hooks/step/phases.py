@@ -576,6 +576,7 @@ def _rank0_values(run: RunContext, outgoing: OutgoingStep) -> Rank0Values | None
 
 
 def _added_group_error(now: int, watched: int) -> UsageError:
+    """Return the error about parameter groups that were added after ``watch``."""
     return UsageError(
         f"the optimizers have {now} parameter groups, but had {watched} at watch(): gradients of "
         "groups added since are neither measured nor clipped",

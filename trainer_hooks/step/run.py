@@ -28,7 +28,7 @@ def judge_returned(
 
     A step of a discarded attempt is written but not judged: it was in flight during a rollback, and
     the judge no longer knows the steps before it. ``numbers`` are the reduced vector and the
-    device's own figures.
+    device's own figures. ``now_step`` is the step in whose call this happens.
 
     Raises:
         UsageError: the first step has no gradients, or the loop steps its schedulers itself.

@@ -220,6 +220,7 @@ def _refusal_reason(folder: CheckpointFolder, name: str) -> str:
 
 
 def _error_text(error: Exception) -> str:
+    """Return an error as the note on a verified checkpoint."""
     if not isinstance(error, VitalsError):
         return str(error)
     return f"{error.text}; {error.hint}" if error.hint else error.text
@@ -247,6 +248,7 @@ def _nonfinite(folder: Path, content: Manifest) -> list[str]:
 
 
 def _entry_note(entry: IndexEntry) -> str:
+    """Return the note on a checkpoint in ``vitals checkpoints list``."""
     notes = [entry.reason] if entry.reason else []
     if entry.best is not None and math.isfinite(entry.best.value):
         notes.insert(0, f"best {entry.best.metric} {entry.best.value:.6g}")

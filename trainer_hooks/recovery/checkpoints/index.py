@@ -124,7 +124,8 @@ def removable(
     one), and the best. An unproven checkpoint does not replace a healthy one, which the escalation
     policy may need for a rollback; one of the latest unproven checkpoints is kept in addition. A
     checkpoint of a discarded attempt replaces no other; it is removed, except for the latest
-    healthy one of all and the best. ``on_branch`` tells them apart; None: there are none.
+    healthy one of all and the best. ``on_branch`` returns whether a checkpoint is in the current
+    lineage; None: all are.
 
     Later means created later: an attempt after a rollback is later than higher steps before it.
     """
