@@ -32,9 +32,10 @@ from trainer_hooks.step.actions import carry_out
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.phases import Orders, Prepared, refuse_at_step
 from trainer_hooks.step.run import judge_returned
+from trainer_hooks.tensors.optimizer_state import params_of
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.detect.outliers import LossKind
-from trainvitals.detect.posttraining.names import Task, loss_kind_of_task
+from trainvitals.detect.posttraining.names import Task
 from trainvitals.errors import UsageError
 from trainvitals.records import OnHang
 
@@ -108,7 +109,7 @@ def attach(
         tags=tags,
         state=state,
         signals=signals,
-        loss_kind=loss_kind or loss_kind_of_task(task) or "minimize",
+        loss_kind=loss_kind,
         task=task,
         on_hang=on_hang,
         owns_clip=max_norm is not None,
@@ -256,9 +257,8 @@ class Attached(MonitorBase):
             self._report_unjudged_parts()
         norm = None if before_clip else self._norm
         clips_to = self._max_norm if run.given.owns_clip else max_norm
-        prepared = parts.prepare(
-            self._step, None, None, norm=norm, first=first, max_norm=_finite_max_norm(clips_to)
-        )
+        clips_to = None if clips_to == math.inf else clips_to
+        prepared = parts.prepare(self._step, None, None, norm=norm, first=first, max_norm=clips_to)
         self._measured = [_weak_gradient_refs(o) for o in device.optimizers] if first else []
         verdict = parts.exchange()
         if self._num_batches:
@@ -320,11 +320,7 @@ class Attached(MonitorBase):
             self._run.emitter.note("norm_unknown", text, step=self._step, attempt=self.attempt)
 
     def _refuse_late_gradients(self, index: int) -> None:
-        """In the first step, reject gradients that appeared after the exchange.
-
-        Raises:
-            UsageError: the gradients of this optimizer changed since the step started.
-        """
+        """In the first step, refuse gradients that appeared after the exchange."""
         if not self._measured:
             return
         now, measured = _weak_gradient_refs(self._device.optimizers[index]), self._measured[index]
@@ -346,16 +342,7 @@ class Attached(MonitorBase):
         super()._release()
 
 
-def _finite_max_norm(max_norm: MaxNorm | None) -> MaxNorm | None:
-    """Return the norm that the loop clips to; None for an infinite one."""
-    return None if max_norm == math.inf else max_norm
-
-
 def _weak_gradient_refs(optimizer: Optimizer) -> list[Callable[[], Tensor | None]]:
     """Return weak references to the gradients, so that they are not kept alive."""
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    return [_return_none if grad is None else weakref.ref(grad) for grad in grads]
-
-
-def _return_none() -> None:
-    """Replace the weak reference to a gradient that does not exist."""
+    grads = [param.grad for param in params_of([optimizer])]
+    return [(lambda: None) if grad is None else weakref.ref(grad) for grad in grads]

@@ -50,12 +50,12 @@ from trainer_hooks.run_paths import RunPaths, open_inbox, open_journal, open_run
 from trainer_hooks.step.actions import snapshot_meta, start_branch, take_meta
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import StepFeatures
-from trainer_hooks.tensors.gradients import NamedModels, unwrap
+from trainer_hooks.tensors.gradients import unwrap
 from trainer_hooks.terminal import Terminal
 from trainvitals.catalog import MAX_GROUPS
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.detect.outliers import LossKind
-from trainvitals.detect.posttraining.names import Task, loss_kind_of_task
+from trainvitals.detect.posttraining.names import Task
 from trainvitals.early_stopping import EarlyStopping
 from trainvitals.policy import Judge
 from trainvitals.records import (
@@ -173,9 +173,7 @@ def watch(
         state=state,
         signals=signals,
         early_stopping=early_stopping,
-        loss_kind=loss_kind
-        or loss_kind_of_task(task)
-        or ("adversarial" if isinstance(whole, NamedModels) else "minimize"),
+        loss_kind=loss_kind,
         task=task,
         scheduler_every=scheduler_every,
         on_hang=on_hang,
@@ -186,9 +184,8 @@ def watch(
     if parts is None:
         from trainer_hooks.noop import NullMonitor
 
-        off = NullMonitor(
-            arguments.optimizers, arguments.schedulers, scaler, state, scheduler_every
-        )
+        schedulers = arguments.schedulers
+        off = NullMonitor(arguments.optimizers, schedulers, scaler, state, scheduler_every)
         return cast(Monitor, off)
     return Monitor(
         parts.device,
@@ -260,7 +257,8 @@ def build_monitor_parts(arguments: WatchArguments) -> MonitorParts | None:
         if ranks.rank == 0:
             run.terminal = Terminal.open(info, run_paths.run_dir.run_id, clock, environ)
         if run.terminal is not None:
-            run.terminal.started(_resume_notice(restored))
+            at = "" if restored is None else f"resumed at step {restored.step} from {restored.id}"
+            run.terminal.started(at)
         for code, text in device.warnings:
             run.warn(code, text, step=run.first_step)
         if arguments.on_hang == "restart" and environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
@@ -346,7 +344,7 @@ def _run_context(
         faults=faults,
     )
     recovery = _build_recovery(given, ranks, device, place, plan, emitter, clock, state, replicas)
-    config = msgspec.structs.replace(place.judge, loss_kind=given.loss_kind)
+    config = msgspec.structs.replace(place.judge, loss_kind=given.meaning_of_loss())
     judge = Judge(config, mode, facts=msgspec.structs.replace(place.plan.facts, halted=""))
     norms, sampler = device.norms, device.sampler
     signals = given.signals or SignalSettings()
@@ -421,7 +419,7 @@ def _start_run(run: RunContext, run_paths: RunPaths, info: RunInfo) -> Restored 
     if (replicas := run.replicas) is not None:
         drops = replicas.exclude_differing(attempt.fork_step, run_paths.attempt, run.emitter)
         if drops and recovery is not None:
-            recovery.reset_comparison()
+            recovery.ring.forget_plans()
     return restored
 
 
@@ -432,11 +430,6 @@ def _build_restart_check(run: RunContext, run_paths: RunPaths) -> RestartCheck |
         with run.faults.fail_open("earlier_losses"):
             earlier = read_earlier_losses(run_paths.run_dir)
     return None if earlier is None else RestartCheck(earlier)
-
-
-def _resume_notice(restored: Restored | None) -> str:
-    """Return the terminal's words on the checkpoint from which a run resumes."""
-    return "" if restored is None else f"resumed at step {restored.step} from {restored.id}"
 
 
 def _emit_start_events(

@@ -114,11 +114,7 @@ def agent_restart_delay_ns(losses: int) -> int:
 class NodeAgent:
     """The agent that this process started, and restarts if it was killed or failed.
 
-    Args:
-        start: starts the agent; closed with this object.
-        emitter: receives notes about the agent.
-        faults: counts errors.
-        now_ns: monotonic time.
+    Closes ``start`` at its end. All times are monotonic nanoseconds.
     """
 
     def __init__(
@@ -140,13 +136,7 @@ class NodeAgent:
         """None while no agent runs."""
 
     def restart_if_ended(self, now_ns: int, *, step: int, attempt: int) -> None:
-        """Restart the agent if it has ended and its delay has passed. Fails open, never waits.
-
-        Args:
-            now_ns: monotonic time.
-            step: step of the note.
-            attempt: attempt of the note.
-        """
+        """Restart the agent if it has ended and its delay has passed. Fails open, never waits."""
         if now_ns < self.next_look_ns:
             return
         self.next_look_ns = now_ns + LOOK_EVERY_NS
@@ -201,15 +191,13 @@ class NodeAgent:
             minutes = WAITS_NS[-1] // 60_000_000_000
             text = (
                 f"{why}, the {self._losses}th in a row: unless another agent serves this folder, "
-                "this node's metrics are neither stored nor shipped, and old rows are "
-                f"overwritten. Next attempt in {minutes} minutes. Its agent.log may show the "
-                "cause; "
-                f"`vitals agent --dir {self._start.directory}` starts one manually"
+                "this node's metrics are neither stored nor shipped, and old rows are overwritten. "
+                f"Next attempt in {minutes} minutes. Its agent.log may show the cause; `vitals "
+                f"agent --dir {self._start.directory}` starts one manually"
             )
             self._emit_agent_note("agent_gone", text, step, attempt)
 
     def _restart_agent(self, now_ns: int, step: int, attempt: int) -> None:
-        """Start the node's agent again after its process was lost, and note it."""
         self._started_ns = now_ns
         try:
             self.pid = self._start()
@@ -241,7 +229,6 @@ def _poll_agent_exit(pid: int) -> tuple[bool, int | None]:
 
 
 def _describe_exit(exit_code: int | None) -> str:
-    """Return how the node's agent ended, as text."""
     if exit_code is None:
         return "has ended; its exit code is unknown"
     if exit_code == -signal.SIGKILL:

@@ -25,7 +25,7 @@ from trainer_hooks.recovery.manager import CheckpointSettings
 from trainer_hooks.tensors.gradients import NamedModels, unwrap
 from trainvitals.auto_clip import MaxNorm, refuse_max_norm
 from trainvitals.detect.outliers import LossKind
-from trainvitals.detect.posttraining.names import TASKS, Task, is_task
+from trainvitals.detect.posttraining.names import TASKS, Task, is_task, loss_kind_of_task
 from trainvitals.early_stopping import EarlyStopping
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.rundir import RunDir
@@ -56,7 +56,7 @@ class WatchArguments:
     signals: SignalSettings | None
     engine: UpdateEngine | None = None
     early_stopping: EarlyStopping | None = None
-    loss_kind: LossKind = "minimize"
+    loss_kind: LossKind | None = None
     task: Task | None = None
     scheduler_every: SchedulerEvery = "step"
     on_hang: OnHang = "alert"
@@ -70,13 +70,34 @@ class WatchArguments:
     """Whether Vitals controls the step of the loop, so that it can roll back."""
     max_norm: MaxNorm | None = None
 
+    def meaning_of_loss(self) -> LossKind:
+        """Return the kind of loss; by default that of the task, otherwise of the models."""
+        default: LossKind = "adversarial" if isinstance(self.model, NamedModels) else "minimize"
+        return self.loss_kind or loss_kind_of_task(self.task) or default
+
     def tokens(self) -> int | None:
         """Return the argument ``tokens_per_step`` as a number; raise if invalid."""
-        return _validate_tokens_per_step(self.tokens_per_step)
+        value: Any = self.tokens_per_step
+        if value is None:
+            return None
+        if not isinstance(value, int | float | SupportsIndex) or not 0 < float(value) < 2**53:
+            raise UsageError(
+                f"tokens_per_step is {value!r}; it must be a number above 0",
+                hint="the number of tokens of all ranks in one step; leave it out if it varies",
+            )
+        return int(value)
 
     def hyperparameters(self) -> Mapping[str, object]:
         """Return the configuration as a mapping; raise if invalid."""
-        return _config_mapping(self.config)
+        config: object = self.config
+        if config is None:
+            return {}
+        if isinstance(config, Mapping):
+            return config
+        raise UsageError(
+            f"config is {name_type(config)}; it must be a mapping",
+            hint="vars(arguments), dataclasses.asdict(config), OmegaConf.to_container(config)",
+        )
 
     def declared_schedule(self) -> DeclaredSchedule | None:
         """Return the declared schedule that learning rates are compared with; None without one.
@@ -116,14 +137,14 @@ class WatchArguments:
             settings = checkpoints if isinstance(checkpoints, CheckpointSettings) else None
             how = bool(checkpoints) if settings is None else replace(settings, directory=Path("/"))
             _check_early_stopping(self.early_stopping)
-            _check_loss_kind(self.loss_kind)
+            _check_loss_kind(self.meaning_of_loss())
             _check_task(self.task)
             _check_scheduler_every(self.scheduler_every)
             _check_on_hang(self.on_hang)
             self.declared_schedule()
             scaled = self.scaler is not None and self.scaler.is_enabled()
             mode = _effective_mode(self.mode, environ, checkpoints, owns_step=self.owns_step)
-            return mode, scaled, how, self.early_stopping, self.loss_kind
+            return mode, scaled, how, self.early_stopping, self.meaning_of_loss()
 
         modes, scaled, checkpoint_settings, ends, kinds = zip(
             *on_every_rank(ranks, checked), strict=True
@@ -149,7 +170,6 @@ class WatchArguments:
 
 
 def _check_argument_types(arguments: WatchArguments) -> None:
-    """Refuse arguments of wrong types."""
     # Any: users may pass any type, whatever the annotation says.
     model: Any = arguments.model
     optimizers: tuple[Any, ...] = arguments.optimizers
@@ -212,7 +232,6 @@ def _has_param_groups(optimizer: Any) -> bool:
 
 
 def _check_scaler(scaler: object, hint: str) -> None:
-    """Refuse a ``scaler`` given to ``watch`` that is not a GradScaler."""
     if scaler is not None and (isinstance(scaler, type) or not hasattr(scaler, "unscale_")):
         raise UsageError(
             f"scaler is {name_type(scaler)}; it must be a torch.amp.GradScaler", hint=hint
@@ -220,7 +239,6 @@ def _check_scaler(scaler: object, hint: str) -> None:
 
 
 def _check_early_stopping(value: object) -> None:
-    """Refuse an ``early_stopping`` given to ``watch`` that is not EarlyStopping."""
     if value is not None and not isinstance(value, EarlyStopping):
         raise UsageError(
             f"early_stopping is {name_type(value)}; it must be an EarlyStopping",
@@ -338,29 +356,6 @@ def _check_torch() -> None:
             f"torch is {torch.__version__}; at least 2.6 is needed",
             hint="upgrade torch the way your cluster installs it",
         )
-
-
-def _validate_tokens_per_step(value: float | None) -> int | None:
-    if value is None:
-        return None
-    if not isinstance(value, int | float | SupportsIndex) or not 0 < float(value) < 2**53:
-        raise UsageError(
-            f"tokens_per_step is {value!r}; it must be a number above 0",
-            hint="the number of tokens of all ranks in one step; leave it out if it varies",
-        )
-    return int(value)
-
-
-def _config_mapping(config: object) -> Mapping[str, object]:
-    """Return the ``config`` given to ``watch`` as a mapping; refuse other types."""
-    if isinstance(config, Mapping):
-        return config
-    if config is None:
-        return {}
-    raise UsageError(
-        f"config is {name_type(config)}; it must be a mapping",
-        hint="vars(arguments), dataclasses.asdict(config), OmegaConf.to_container(config)",
-    )
 
 
 def join_models(model: Any) -> Any:

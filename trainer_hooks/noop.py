@@ -20,6 +20,7 @@ from trainer_hooks.guard.step_interception import StepInterception
 from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.tensors.clearing import GradientClearing
+from trainer_hooks.tensors.optimizer_state import params_of
 from trainvitals.auto_clip import DELAY, AutoClip, MaxNorm
 from trainvitals.records import Severity
 
@@ -143,9 +144,7 @@ class NullMonitor:
         self._clearing.clear()
         if scaler is not None:
             scaler.update()
-        stepped_params = {
-            id(p) for o in stepped for group in o.param_groups for p in group["params"]
-        }
+        stepped_params = set(map(id, params_of(stepped)))
         for ema in self._emas:
             if ema.averages_any(stepped_params):
                 ema.update()
@@ -237,8 +236,7 @@ class _Clipper:
 
     def clip(self, optimizers: Sequence[Optimizer], max_norm: MaxNorm) -> None:
         """Clip the gradients of the optimizers."""
-        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-        params = [param for group in groups for param in group["params"]]
+        params = params_of(optimizers)
         if max_norm != "auto":
             torch.nn.utils.clip_grad_norm_(params, max_norm)
             return

@@ -62,13 +62,7 @@ def show_log() -> None:
 
 
 class Terminal:
-    """Terminal lines of one run. A healthy step costs one check of ``in_row``.
-
-    Args:
-        info: attributes of the run.
-        run_id: id of the run.
-        clock: measures the time between lines.
-    """
+    """Terminal lines of one run. A healthy step costs one check of ``in_row``."""
 
     def __init__(self, info: RunInfo, run_id: str, clock: Clock) -> None:
         self._name = f"{info.name} ({run_id})" if info.name else run_id
@@ -101,11 +95,7 @@ class Terminal:
         return cls(info, run_id, clock)
 
     def started(self, resumed: str) -> None:
-        """Print which run this is, and how to follow it.
-
-        Args:
-            resumed: how it continues an earlier process; empty for a new run.
-        """
+        """Print which run this is, whether it ``resumed`` an earlier one, and how to follow it."""
         self._resumed = f", {resumed}" if resumed else ""
         _LOG.info(
             "vitals: run %s %s in %s mode; to follow it: vitals tail %s --follow",
@@ -196,12 +186,7 @@ class Terminal:
         )
 
     def interrupted(self, step: int | None, folder: Path) -> None:
-        """Print, after Ctrl-C, from which step a new start can continue.
-
-        Args:
-            step: first step after the latest checkpoint on disk; None if there is none.
-            folder: directory of the checkpoints.
-        """
+        """Print, after Ctrl-C, from which step a new start can continue; None: no checkpoint."""
         if step is None:
             _LOG.warning("vitals: no checkpoint was saved yet, so a new start begins at step 0")
             return

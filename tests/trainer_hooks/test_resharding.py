@@ -203,7 +203,7 @@ def test_each_byte_is_stored_and_counted_once(home, trained):
         for key, spec in payload.specs(path_of(trained / "trained" / "ddp")).items()
         if key.endswith(".host")
     )
-    assert whole + host == store.verify(ref.id).num_bytes
+    assert whole + host == store.folder.check(ref.id).num_bytes
 
 
 def test_parameters_with_other_step_counts_are_refused_where_they_share_one(of_two):

@@ -116,22 +116,11 @@ class Batches:
     replayed with it; skipped batches are loaded and dropped. Other iterables load and drop, and
     cannot be replayed.
 
-    Args:
-        loader: iterable of batches.
-        epochs: number of epochs; with more than one, ``set_epoch`` of the sampler is called.
-        clock: measures the wait.
-        waited: called after each wait, with nanoseconds.
-        waits: called before each wait.
-        windows: batches to skip.
-        state: position to continue from, of an equal loader.
-        loop: index of this loop over data in the run, from 0.
-        num_ranks: ranks that share the data.
-        can_rewind: whether ``rewind`` may be called: the initial state is then stored.
-        faults: counts exceptions of the loader's ``state_dict``.
-        keeps_content: whether ``LoadedBatch`` includes the batch, not only its position.
-        keeps_rng: whether ``LoadedBatch`` includes the RNG state.
-        seen: called with each batch before it is yielded; may modify it.
-        handed_out: called just before a batch is yielded.
+    With more than one epoch, ``set_epoch`` of the sampler is called. ``waits`` is called before
+    each wait, ``waited`` after it with nanoseconds. ``seen`` gets each batch before it is yielded,
+    and may modify it; ``handed_out`` is called just before. ``state`` is a position of an equal
+    loader, to continue from. ``loop`` counts the run's loops over data from 0. ``can_rewind`` keeps
+    the initial state for ``rewind``.
     """
 
     def __init__(
@@ -171,19 +160,16 @@ class Batches:
         """Batches of the epoch so far, including skipped ones."""
         self._opening: Opening | None = None
         self._sampler_state: dict[str, Any] | None = None
-        self._next = BatchIndex(0, 0)
+        self.next_position = BatchIndex(0, 0)
+        """The next batch, before windows are applied."""
         self._rewound_to: DataState | None = None
         self._initial_state = state
         self.resumes = state is not None
         """Whether it continues from the position of an earlier process."""
         self._keeps_initial_state = can_rewind
         self.windows: list[BatchWindow] = []
-        saved_windows = (
-            []
-            if state is None
-            else [BatchWindow(*saved_window) for saved_window in state["windows"]]
-        )
-        for window in (*saved_windows, *windows):
+        saved_windows = () if state is None else state["windows"]
+        for window in (*(BatchWindow(*saved) for saved in saved_windows), *windows):
             self.skip(window)
         self.position: BatchIndex | None = None
         """Batch that was yielded last; None before the first."""
@@ -195,11 +181,6 @@ class Batches:
             self._rewind_to_state(state)
 
     # ------------------------------------------------------------------------------- position
-
-    @property
-    def next_position(self) -> BatchIndex:
-        """The next batch, before windows are applied."""
-        return self._next
 
     @property
     def epochs(self) -> tuple[int | None, int]:
@@ -215,7 +196,7 @@ class Batches:
         """Continue at ``target``, at or behind the current position; carry into the next epoch."""
         while self._length and target.batch >= self._length:
             target = BatchIndex(target.epoch + 1, target.batch - self._length)
-        self._next = max(self._next, target)
+        self.next_position = max(self.next_position, target)
         return target
 
     def skip(self, window: BatchWindow) -> list[BatchWindow]:
@@ -275,7 +256,7 @@ class Batches:
     def _rewind_to_state(self, state: DataState) -> None:
         # With another number of ranks, each rank has a share of another size.
         batch = -(-state["batch"] * state["num_ranks"] // self._num_ranks)
-        self._next, self._rewound_to = BatchIndex(state["epoch"], batch), state
+        self.next_position, self._rewound_to = BatchIndex(state["epoch"], batch), state
 
     def state_dict(self) -> DataState | None:
         """Return the position as plain values and tensors; at first, the initial state.
@@ -314,14 +295,14 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches; after each one, check whether the position was changed by a rollback."""
-        epoch, seekable = self._next.epoch, is_seekable(self._loader)
+        epoch, seekable = self.next_position.epoch, is_seekable(self._loader)
         try:
             while epoch < self._epochs:
                 yield from self._iterate_epoch(epoch)
                 # Each epoch draws from the RNG state that the previous one left, so none may be
                 # left out.
                 by_one = seekable and self._rewound_to is None
-                epoch = epoch + 1 if by_one else self._next.epoch
+                epoch = epoch + 1 if by_one else self.next_position.epoch
         finally:
             self.ended = True
 
@@ -335,7 +316,7 @@ class Batches:
                 continue
             self._waited(self._clock.monotonic_ns() - begin)
             self.position = BatchIndex(epoch, index)
-            self._next = BatchIndex(epoch, index + 1)
+            self.next_position = BatchIndex(epoch, index + 1)
             content = batch if self._keeps_content else None
             if self._seen is not None:
                 self._seen(batch)
@@ -345,7 +326,7 @@ class Batches:
                 self._handed_out(LoadedBatch(self.position, indices, content, num_samples, rng))
             yield batch
             # Draw the sampler to its end: the next epoch starts from the RNG state behind it.
-            if self._rewound_to is not None or (self._next.epoch > epoch and not seekable):
+            if self._rewound_to is not None or (self.next_position.epoch > epoch and not seekable):
                 return
             self._waits()
             begin = self._clock.monotonic_ns()
@@ -360,11 +341,15 @@ class Batches:
     def _finish_epoch(self, epoch: int) -> None:
         """Continue in the next epoch; move the rest of the windows and of the position there."""
         self.windows = carry_over(self.windows, epoch, self._num_seen)
-        if self._next.epoch == epoch:
-            self._next = BatchIndex(epoch + 1, max(0, self._next.batch - self._num_seen))
+        if self.next_position.epoch == epoch:
+            self.next_position = BatchIndex(
+                epoch + 1, max(0, self.next_position.batch - self._num_seen)
+            )
 
     def _is_skipped(self, epoch: int, index: int) -> bool:
-        return BatchIndex(epoch, index) < self._next or is_in_windows(self.windows, epoch, index)
+        return BatchIndex(epoch, index) < self.next_position or is_in_windows(
+            self.windows, epoch, index
+        )
 
     def _size_of(self, index: int, indices: tuple[Any, ...] | None) -> int | None:
         """Return the samples of a batch, or None if unknown; an epoch's last one may be smaller."""
@@ -388,7 +373,7 @@ class Batches:
             return self._reopen(state)
         self._opening = capture_epoch_rng(self._loader)
         if begins := self._keeps_initial_state and self._initial_state is None:
-            self._initial_state = self._build_data_state(epoch, self._next.batch) | {
+            self._initial_state = self._build_data_state(epoch, self.next_position.batch) | {
                 "first": self._opening
             }
         if isinstance(self._loader, DataLoader) and is_seekable(self._loader):
@@ -423,9 +408,8 @@ class Batches:
             draws.close()
 
     def _set_epoch(self, epoch: int) -> None:
-        if self._epochs > 1 and isinstance(
-            self._loader, DataLoader
-        ):  # with one epoch, the loop calls set_epoch itself
+        # With one epoch, the loop calls set_epoch itself.
+        if self._epochs > 1 and isinstance(self._loader, DataLoader):
             for sampler in (self._loader.sampler, self._loader.batch_sampler):
                 set_epoch = getattr(sampler, "set_epoch", None)
                 if set_epoch is not None:
@@ -443,8 +427,8 @@ class Batches:
 
     def _reopen(self, state: DataState) -> Iterator[_Found]:
         """Open the loader's epoch again, behind the batches that ``state`` yielded."""
-        loader, start = self._loader, self._next.batch
-        epoch = self._next.epoch
+        loader, start = self._loader, self.next_position.batch
+        epoch = self.next_position.epoch
         source: Iterator[_Found]
         if isinstance(loader, DataLoader) and is_seekable(loader):
             draws = RecordingSampler(loader, lambda index: self._is_skipped(epoch, index))

@@ -120,13 +120,9 @@ class DeviceParts:
             guard.release()
         for optimizer in self.optimizers:
             vars(optimizer).pop("add_param_group", None)
-        self.after_load.release()
-        if self.averages is not None:
-            self.averages.release()
-        if self.sampler is not None:
-            self.sampler.release()
-        if self.sections is not None:
-            self.sections.release()
+        for part in (self.after_load, self.averages, self.sampler, self.sections):
+            if part is not None:
+                part.release()
 
 
 def build_device_parts(
@@ -155,6 +151,7 @@ def build_device_parts(
     # If one optimizer needs the verdict on the host, every step waits for it: no lag then.
     lag = 0 if engine.reads_verdict else 1
     size = layout.size + NUM_FIGURES + own_numbers
+    checked = () if steps_by_itself else optimizers
     if scaler is not None:
         GIVEN_SCALERS.add(scaler)
     for optimizer in optimizers:
@@ -171,9 +168,7 @@ def build_device_parts(
         averages=registered_averages(state, optimizers),
         joinables=joinables(model, optimizers),
         extra={n: s if isinstance(s, HasStateDict) else memories[n] for n, s in state.items()},
-        warnings=_find_likely_mistakes(
-            model, () if steps_by_itself else optimizers, schedulers, state
-        ),
+        warnings=_find_likely_mistakes(model, checked, schedulers, state),
         readback=AsyncCopy[HostMeasurements](lag=lag, size=size, device=norms.device),
         sampler=sampler,
         sections=None
@@ -238,16 +233,14 @@ def _find_likely_mistakes(
     state: Mapping[str, Any],
 ) -> list[tuple[str, str]]:
     """Return likely mistakes: state that a skip cannot restore, parts that do not match."""
-    unseen = [("unseen_state", text) for text in unregistered_hook_warnings(model, state)]
-    foreign = [("foreign_parameters", text) for text in foreign_optimizers(model, optimizers)]
-    left_out = [] if foreign else parameters_left_out(model, optimizers)
-    others = foreign_schedulers(schedulers, optimizers)
-    return [
-        *unseen,
-        *foreign,
-        *(("parameters_left_out", text) for text in left_out),
-        *(("foreign_scheduler", text) for text in others),
-    ]
+    foreign = foreign_optimizers(model, optimizers)
+    texts_by_code = {
+        "unseen_state": unregistered_hook_warnings(model, state),
+        "foreign_parameters": foreign,
+        "parameters_left_out": [] if foreign else parameters_left_out(model, optimizers),
+        "foreign_scheduler": foreign_schedulers(schedulers, optimizers),
+    }
+    return [(code, text) for code, texts in texts_by_code.items() for text in texts]
 
 
 def _build_section_timer(
@@ -283,7 +276,6 @@ def _build_signal_sampler(
 
 
 def _refuse_signals(signals: object) -> None:
-    """Refuse ``signals`` given to ``watch`` that are not SignalSettings."""
     if signals is not None and not isinstance(signals, SignalSettings):
         raise UsageError(
             f"signals is {name_type(signals)}; it must be a SignalSettings",

@@ -49,17 +49,17 @@ _FROM_HOST = {
     "attempt": "attempt",
     "time_unix_ns": "time_unix_ns",
     "monotonic_ns": "monotonic_ns",
-    "step_duration_seconds": "duration_seconds",
-    "data_wait_seconds": "data_wait_seconds",
-    "monitor_seconds": "monitor_seconds",
-    "forward_backward_seconds": "forward_backward_seconds",
-    "checkpoint_seconds": "checkpoint_seconds",
-    "evaluation_seconds": "evaluation_seconds",
+    "step_duration_seconds": "times.duration",
+    "data_wait_seconds": "times.data_wait",
+    "monitor_seconds": "times.monitor",
+    "forward_backward_seconds": "times.forward_backward",
+    "checkpoint_seconds": "times.checkpoint",
+    "evaluation_seconds": "times.evaluation",
     "samples_per_second": "samples_per_second",
-    "memory_allocated_bytes": "memory_allocated_bytes",
-    "memory_peak_bytes": "memory_peak_bytes",
-    "memory_alloc_retries": "memory_alloc_retries",
-    "memory_ooms": "memory_ooms",
+    "memory_allocated_bytes": "memory.allocated_bytes",
+    "memory_peak_bytes": "memory.peak_bytes",
+    "memory_alloc_retries": "memory.alloc_retries",
+    "memory_ooms": "memory.ooms",
     "memory_estimate_bytes": "memory_estimate_bytes",
     "epoch": "epoch",
     "batch_index": "batch_index",
@@ -392,11 +392,7 @@ class TokenCount:
 class StepLog:
     """Writes all data of a step whose numbers have been read back, and counts its tokens.
 
-    Args:
-        emitter: output of the rank.
-        columns: rank 0's columns in addition to the record.
-        faults: counts errors in deriving the columns.
-        is_rank0: whether this rank writes the values that are equal on all ranks.
+    ``columns`` are added to the record's on rank 0.
     """
 
     def __init__(
@@ -427,11 +423,9 @@ class StepLog:
         scalars, such as ``loss/generator``; the first optimizer's numbers are the run's as well.
         """
         of_run = measured.turn <= 1
-        tokens = (
-            measured.tokens
-            if measured.tokens is not None
-            else _tokens_from_weights(measured, reduced)
-        )
+        tokens = measured.tokens
+        if tokens is None:
+            tokens = _tokens_from_weights(measured, reduced)
         if not of_run:
             tokens = None  # all optimizers train on the first one's batches: count a token once
         if tokens is not None:
@@ -441,9 +435,8 @@ class StepLog:
         extra: dict[str, Value] = {"rank_loss": losses[reduced.layout.rank], **columns}
         with self._faults.fail_open("columns"):
             extra["communication_seconds"] = measured.communication_seconds()
-            extra["optimizer_seconds"] = measured.optimizer_seconds
-            if measured.timeline is not None:
-                extra |= measured.section_columns()
+            extra["optimizer_seconds"] = measured.times.optimizer
+            extra |= measured.section_columns()
             if samples is not None:
                 extra["rank_grad_norm"] = samples.own_grad_norm
                 extra["reduction_error"] = samples.reduction_error
@@ -492,7 +485,6 @@ _OF_THE_RUN = ("rank_loss", "loss_spread")
 
 
 def _optimizer_scalars(record: StepRecord, name: str) -> dict[str, float]:
-    """Return an optimizer's numbers as scalars."""
     numbers = ((key, getattr(record, key)) for key in TURN_METRICS)
     return {f"{key}/{name}": float(value) for key, value in numbers if value is not None}
 
@@ -609,7 +601,7 @@ class Rank0Columns:
         """Return rank 0's additional columns of the steps stream; call once per step."""
         if measured.flops is not None:
             self._utilization.use_counted_flops(measured.flops, tokens)
-        seconds = measured.duration_seconds
+        seconds = measured.times.duration
         columns: dict[str, Value] = {
             "verdict": derived.verdict_column(record),
             "culprit_rank": _culprit(record),
@@ -632,7 +624,6 @@ class Rank0Columns:
         return columns
 
     def _loss_scale_columns(self, loss_scale: float, overflow: bool) -> dict[str, Value]:
-        """Return a step's columns about the gradient scaler: scale and overflows."""
         self._overflows += overflow
         self._recent.append(overflow)
         return {
@@ -670,7 +661,6 @@ def _spread(losses: list[float | None]) -> float | None:
 
 
 def _weight_update_columns(samples: SampledSignals) -> dict[str, Value]:
-    """Return a step's columns about the norms of weights and their update."""
     assert samples.weight_squares is not None, "asked for where it was measured"
     weight = _norm_from_squares(samples.weight_squares)
     if samples.update_squares is None:

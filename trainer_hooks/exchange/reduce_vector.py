@@ -146,7 +146,6 @@ class ReduceVectorLayout:
     sampled: int = field(init=False)
     """Position of the first sampled signal."""
     size: int = field(init=False)
-    """Number of values in the vector."""
 
     def __post_init__(self) -> None:
         """Compute the positions once: each step uses them dozens of times."""
@@ -519,14 +518,9 @@ def judge_on_host(
 ) -> Verdict:
     """Return the same verdict as ``judge_on_device``, bit for bit, from numbers on the host.
 
-    Operations on tensors of a few numbers would take longer than the update of a small
-    model. Only for one rank: a sum over ranks depends on its order.
-
-    Args:
-        layout: layout of the vector.
-        numbers: the reduced vector.
-        norm: root of the sum of its squares.
-        row: ``row`` of the previous verdict.
+    Operations on tensors of a few numbers would take longer than the update of a small model. Only
+    for one rank: a sum over ranks depends on its order. ``norm`` is the root of the sum of the
+    squares, ``row`` that of the previous verdict.
     """
     weighted_loss, weight, overflow, failed = numbers[layout.ranks : layout.ranks + len(_SUMMED)]
     weighted_loss += 0.0  # -0.0 becomes 0.0, as in a sum
@@ -560,12 +554,8 @@ def judge_on_device(layout: ReduceVectorLayout, pack: Tensor, row: Tensor) -> Ve
     A non-finite loss or norm is bad at once. A finite one above rank 0's limit is withheld, unless
     as many updates as rank 0 allows were withheld immediately before it. If a rank's prepare
     failed, the numbers lack its part, so the finite rules abstain. A scaler's overflow skips the
-    update but does not count as a fault, whatever the norm.
-
-    Args:
-        layout: layout of the vector.
-        pack: the reduced vector, float64.
-        row: ``row`` of the previous verdict.
+    update but does not count as a fault, whatever the norm. ``pack`` is float64, ``row`` that of
+    the previous verdict.
     """
     # Each operation is a separate kernel: both numbers are judged at once, and a > b of flags means
     # "a and not b".

@@ -47,11 +47,7 @@ def vector_fields() -> VectorFields:
 
 
 def check_resumable(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the features' parts of a loop's state, by key; None without one.
-
-    Raises:
-        Exception: a feature could not continue from its part.
-    """
+    """Return the features' parts of a loop's state, by key; raise if one is damaged."""
     checked: dict[str, Any] = {}
     for feature in FEATURES:
         if feature.is_resumable:

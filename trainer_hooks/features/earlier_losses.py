@@ -93,11 +93,7 @@ def _latest_spool_files(spool: Path) -> SpoolPosition:
 
 
 class RestartCheck:
-    """Whether a start continues from the weights of the earlier ones, judged by its losses.
-
-    Args:
-        earlier: losses of the earlier starts.
-    """
+    """Whether a start continues from the weights of the earlier ones, judged by its losses."""
 
     def __init__(self, earlier: EarlierLosses) -> None:
         self._earlier = earlier
@@ -118,7 +114,6 @@ class RestartCheck:
         return (
             f"the first {_NUM_COMPARED} losses of this start are about {loss:.4g}, but the run "
             f"started at {earlier.first:.4g} and had reached {earlier.latest:.4g} at step "
-            f"{earlier.step}: its weights are not restored; load the checkpoint into the model "
-            "and the optimizer before the first step, or set another VITALS_RUN_ID for a new "
-            "training"
+            f"{earlier.step}: its weights are not restored; load the checkpoint into the model and "
+            "the optimizer before the first step, or set another VITALS_RUN_ID for a new training"
         )

@@ -17,8 +17,6 @@ from typing import Any, Self
 import torch
 import torch.autograd.profiler as autograd_profiler
 
-from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.ranks import Ranks
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import ReturnedStep, StepFeature
 from trainvitals.detect.fleet.base import MergedStep, upper_median
@@ -72,15 +70,11 @@ def slowest_and_typical(lateness: Sequence[float]) -> tuple[int, ...]:
 class StepProfile:
     """Records the next steps of this rank with ``torch.profiler``, and writes the trace.
 
-    Args:
-        path: path of the trace.
-        num_steps: number of steps.
-        done: called with the result, from another thread.
-        failed: called with the error if no file was written, from another thread.
+    ``done`` is called with the result, ``failed`` with the error, both from another thread.
 
     Raises:
-        UsageError: a profiler of the loop is running, or cannot be distinguished from ours in this
-            version of torch.
+        UsageError: a profiler of the loop is running, or cannot be distinguished from ours in
+            this version of torch.
     """
 
     def __init__(
@@ -181,87 +175,10 @@ def delete_old_traces(path: Path) -> None:
         old.unlink(missing_ok=True)
 
 
-class Profiling:
-    """The current profile of this rank, and the next one.
-
-    Args:
-        folder: directory of the run's traces.
-        ranks: ranks of the job, with this one.
-        lateness: lateness of this rank.
-        faults: counts errors.
-        say: called with the outcome of a trace, from another thread.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        ranks: Ranks,
-        lateness: Lateness,
-        faults: FaultCounter,
-        say: Callable[[str], None],
-    ) -> None:
-        self._folder, self._ranks, self._faults, self._say = folder, ranks, faults, say
-        self._lateness = lateness
-        self._order: tuple[int, ProfileArgument] | None = None
-        self._profile: StepProfile | None = None
-
-    @property
-    def has_work(self) -> bool:
-        """Whether ``advance_profile`` has anything to do."""
-        return self._order is not None or self._profile is not None
-
-    def order(self, first_step: int, profiled: ProfileArgument) -> None:
-        """Order a torch profile that starts at ``first_step``; on all ranks."""
-        self._order = (first_step, profiled)
-
-    def advance_profile(self, device: torch.device) -> None:
-        """End a step's profile, start the next. Call after a step; collective if one was ordered.
-
-        Args:
-            device: device of the group's tensors.
-        """
-        if self._profile is not None:
-            with self._faults.fail_open("profile"):
-                if not self._profile.stepped():
-                    self._profile = None
-        if self._order is None:
-            return
-        (first_step, profiled), self._order = self._order, None
-        profiled_ranks = (
-            (profiled.rank,) if profiled.rank >= 0 else self._choose_profiled_ranks(device)
-        )
-        if self._ranks.rank not in profiled_ranks:
-            return
-        with self._faults.fail_open("profile"):
-            self.close()
-            name = f"step-{first_step:06d}-rank{self._ranks.rank}.json.gz"
-            self._profile = StepProfile(
-                ensure_private_dir(self._folder)
-                / (f"{_AUTOMATIC_PREFIX}-{name}" if profiled.by_itself else name),
-                num_steps=profiled.num_steps,
-                done=self._say,
-                failed=lambda error: self._faults.count("profile", error),
-            )
-
-    def _choose_profiled_ranks(self, device: torch.device) -> tuple[int, ...]:
-        """Return the slowest rank and a typical one. Collective, so outside of any fail-open."""
-        all_of_them = torch.zeros(self._ranks.world_size, dtype=torch.float64, device=device)
-        all_of_them[self._ranks.rank] = self._lateness.seconds
-        self._ranks.reduce(all_of_them)
-        return slowest_and_typical(all_of_them.tolist())
-
-    def close(self) -> None:
-        """Write the trace of an unfinished profile."""
-        if self._profile is not None:
-            self._profile.close()
-            self._profile = None
-
-
 class Slowdowns:
     """Orders a profile if the run gets slower: on rank 0, within a budget.
 
-    Args:
-        folder: directory of the run's traces; those of earlier starts count.
+    Traces of earlier starts in ``folder`` count.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -271,7 +188,6 @@ class Slowdowns:
         self._found = ""
         self._order: Command | None = None
         self.reason = ""
-        """Reason of the latest order."""
 
     def add(
         self, step: int, attempt: int, columns: Mapping[str, Value], seconds: float | None
@@ -291,11 +207,8 @@ class Slowdowns:
     def command(self, run_id: str, *, newest: int, now_ns: int) -> Command | None:
         """Return the order that waits for its response; a new one if the run got slower.
 
-        Args:
-            run_id: id of the run.
-            newest: number of the latest command with a response. The order gets the next number, so
-                that it does not overtake an operator's command.
-            now_ns: monotonic time.
+        It gets the number after ``newest``, the latest command with a response, so that it does not
+        overtake an operator's command. ``now_ns`` is monotonic.
         """
         if self._order is not None:
             if self._order.number > newest:
@@ -328,7 +241,6 @@ class Slowdowns:
 
 
 AUTOMATIC_ISSUER = "vitals"
-"""Issuer of an automatic order."""
 
 
 class ProfilingFeature(StepFeature):
@@ -341,9 +253,9 @@ class ProfilingFeature(StepFeature):
     def __init__(self, run: RunContext, slowdowns: Slowdowns | None) -> None:
         super().__init__(run)
         self._lateness = Lateness()
-        self._profiling = Profiling(
-            run.run_dir.profiles_dir, run.ranks, self._lateness, run.faults, self._report_trace
-        )
+        self._order: tuple[int, ProfileArgument] | None = None
+        """First step of the ordered profile, and the order."""
+        self._profile: StepProfile | None = None
         self.slowdowns = slowdowns
         """Orders a profile if the run gets slower; on rank 0, if enabled."""
 
@@ -369,10 +281,10 @@ class ProfilingFeature(StepFeature):
     def on_row_written(self, step: ReturnedStep) -> None:
         """Update this rank's lateness, and the detection of slowdowns, with a step's times."""
         measured = step.measured
-        self._lateness.add(step.columns, measured.data_wait_seconds)
+        self._lateness.add(step.columns, measured.times.data_wait)
         if self.slowdowns is not None and measured.turn <= 1:
             with self._run.faults.fail_open("slowdowns"):
-                seconds = measured.duration_seconds
+                seconds = measured.times.duration
                 self.slowdowns.add(step.step, step.attempt, step.columns, seconds)
 
     def own_command(self) -> Command | None:
@@ -388,7 +300,7 @@ class ProfilingFeature(StepFeature):
         if command.action != "profile":
             return
         profiled = ProfileArgument.from_argument(command.argument)
-        self._profiling.order(now_step + 1, profiled)
+        self._order = now_step + 1, profiled
         if profiled.by_itself and self.slowdowns is not None:
             text = f"Vitals profiles {profiled.num_steps} steps: {self.slowdowns.reason}"
             emitter = self._run.emitter
@@ -397,14 +309,46 @@ class ProfilingFeature(StepFeature):
     @property
     def has_pending_work(self) -> bool:
         """Whether a profile was ordered or is being recorded."""
-        return self._profiling.has_work
+        return self._order is not None or self._profile is not None
 
     def run_between_steps(self, step: int, device: torch.device) -> Iterable[Judgement]:
         """End a step's profile, and start the ordered one. Collective if one was ordered."""
-        self._profiling.advance_profile(device)
+        run = self._run
+        if self._profile is not None:
+            with run.faults.fail_open("profile"):
+                if not self._profile.stepped():
+                    self._profile = None
+        if self._order is None:
+            return ()
+        (first_step, profiled), self._order = self._order, None
+        ranks = (profiled.rank,) if profiled.rank >= 0 else self._choose_profiled_ranks(device)
+        if run.ranks.rank in ranks:
+            with run.faults.fail_open("profile"):
+                self._end_profile()
+                name = f"step-{first_step:06d}-rank{run.ranks.rank}.json.gz"
+                name = f"{_AUTOMATIC_PREFIX}-{name}" if profiled.by_itself else name
+                self._profile = StepProfile(
+                    ensure_private_dir(run.run_dir.profiles_dir) / name,
+                    num_steps=profiled.num_steps,
+                    done=self._report_trace,
+                    failed=lambda error: run.faults.count("profile", error),
+                )
         return ()
+
+    def _choose_profiled_ranks(self, device: torch.device) -> tuple[int, ...]:
+        """Return the slowest rank and a typical one. Collective, so outside of any fail-open."""
+        ranks = self._run.ranks
+        all_of_them = torch.zeros(ranks.world_size, dtype=torch.float64, device=device)
+        all_of_them[ranks.rank] = self._lateness.seconds
+        ranks.reduce(all_of_them)
+        return slowest_and_typical(all_of_them.tolist())
+
+    def _end_profile(self) -> None:
+        if self._profile is not None:
+            self._profile.close()
+            self._profile = None
 
     def close(self) -> None:
         """Write the trace of an unfinished profile."""
         with self._run.faults.fail_open("profile"):
-            self._profiling.close()
+            self._end_profile()

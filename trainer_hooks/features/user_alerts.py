@@ -85,8 +85,6 @@ class RankAlerts:
         self._unseen = set(by_series)
         self._scalar_names: set[str] = set()
 
-    # ------------------------------------------------------------------------- the loop's calls
-
     def call(
         self,
         name: str,
@@ -148,8 +146,6 @@ class RankAlerts:
             holds, value = numbers.tolist()
             self._apply_alert_call(call, bool(holds), None if math.isnan(value) else value)
 
-    # ---------------------------------------------------------------------- rows of the emitter
-
     def observe_row(self, step: int, attempt: int, row: Sequence[Value]) -> None:
         """Judge a step's row, in the order of the emitter's columns; renew active alerts."""
         with self._faults.fail_open("alerts"):
@@ -210,8 +206,6 @@ class RankAlerts:
         if finding is not None:
             event = FindingRaised(finding=finding)
             self._emitter.event(event, step=finding.step, attempt=self._attempt)
-
-    # ------------------------------------------------------------------------ the run's attempt
 
     def state_dict(self) -> dict[str, Any]:
         """Return the windows of the rules.

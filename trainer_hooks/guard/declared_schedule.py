@@ -43,12 +43,7 @@ _MOST_SKIPS = 64
 class DeclaredSchedule:
     """Compares the rates of each step with the declared schedule.
 
-    Args:
-        declared: schedule as given to ``watch``.
-        optimizers: the run's optimizers, in the order of the rates.
-        schedulers: schedulers that the monitor steps.
-        total_steps: length of the run; None if unknown.
-        every: whether the schedulers count updates or epochs.
+    ``optimizers`` are in the order of the rates; the monitor steps the ``schedulers``.
 
     Raises:
         UsageError: the schedule cannot be declared; the message explains why.
@@ -92,9 +87,7 @@ class DeclaredSchedule:
         else:
             shapes = _simulatable_schedulers(shape)
             by_optimizer = {id(optimizer_of(scheduler)): scheduler for scheduler in shapes}
-            schedulers_by_optimizer = [
-                by_optimizer.pop(id(optimizer), None) for optimizer in optimizers
-            ]
+            declared_for = [by_optimizer.pop(id(optimizer), None) for optimizer in optimizers]
             if by_optimizer:
                 other = next(iter(by_optimizer.values()))
                 raise UsageError(
@@ -102,9 +95,7 @@ class DeclaredSchedule:
                     "watch()",
                     hint="one scheduler an optimizer: watch(model, [a, b], schedule=[sa, sb])",
                 )
-            self._simulated = [
-                None if s is None else _SimulatedSchedule(s) for s in schedulers_by_optimizer
-            ]
+            self._simulated = [None if s is None else _SimulatedSchedule(s) for s in declared_for]
             self._is_ours = all(any(s is wrapped for wrapped in schedulers) for s in shapes)
             name = " and ".join(describe_scheduler(scheduler) for scheduler in shapes)
         self.name = name
@@ -145,10 +136,10 @@ class DeclaredSchedule:
             return [factors.times(peak) for peak in self._peaks]
         bands: list[RateBand | None] = []
         for played, size in zip(self._simulated, self._sizes, strict=True):
-            scheduler_band = (
-                None if played is None or count is None else played.at(count, back, ahead)
-            )
-            bands += scheduler_band or [None] * size
+            known = None
+            if played is not None and count is not None:
+                known = played.at(count, back, ahead)
+            bands += known or [None] * size
         return bands
 
     def _count_tolerance(self) -> tuple[int, int]:
@@ -279,6 +270,3 @@ def _copy_scheduler(scheduler: Any, optimizer: Optimizer) -> _SchedulerState:
             if isinstance(function, FunctionType | MethodType):
                 memo[id(function)] = function
     return _SchedulerState(copy.deepcopy(scheduler, memo), rates)
-
-
-__all__ = ["Declared", "DeclaredSchedule"]

@@ -330,11 +330,7 @@ class EMA(nn.Module):
         return self._swapped
 
     def refuse_swapped(self) -> None:
-        """Refuse operations that are invalid while the model holds the averages.
-
-        Raises:
-            UsageError: the weights are swapped.
-        """
+        """Refuse operations that are invalid while the model holds the averages."""
         if self._swapped:
             raise UsageError(
                 "the model currently holds its averages: a step would train them and be lost",
@@ -342,12 +338,7 @@ class EMA(nn.Module):
             )
 
     def refuse_watch(self, params: Iterable[Tensor]) -> None:
-        """Refuse to be updated by a monitor of these parameters.
-
-        Raises:
-            UsageError: another monitor updates it, the weights are swapped, or none of its
-                parameters is trained.
-        """
+        """Refuse a second monitor, swapped weights, and ``params`` of which none is averaged."""
         self.refuse_swapped()
         if self.is_watched:
             raise UsageError(
@@ -414,7 +405,6 @@ def _format_shape(tensor: Tensor) -> str:
 
 
 def _refuse_settings(decay: float, dtype: torch.dtype | None, every: int) -> None:
-    """Refuse an ``EMA`` with an invalid decay, dtype or interval."""
     if not 0.0 < decay < 1.0:
         raise UsageError(
             f"decay is {decay!r}; it must be between 0 and 1, both excluded",

@@ -71,7 +71,7 @@ class RestorableData(Protocol):
     def keep(self) -> None:
         """Copy the data; call after the update, before the next forward."""
 
-    def put_back(self, bad: Tensor) -> None:
+    def put_back(self, bad: Tensor) -> object:
         """Restore the copy from before the step if the step was bad; never wait."""
 
     def settle(self, bad: Tensor) -> None:
@@ -193,13 +193,12 @@ class BufferShadow:
                 return False
         return True
 
-    def keep(self) -> None:
-        """Copy the buffers; call after the update, before the next forward."""
-        self._save_buffers()
-
     @torch.no_grad()
-    def _save_buffers(self, *, is_kept: bool = False) -> None:
-        """Copy the model's buffers, as far as they may have changed."""
+    def keep(self, *, is_kept: bool = False) -> None:
+        """Copy the buffers, as far as they may have changed; call after the update, before forward.
+
+        ``is_kept``: the flat copies already equal the buffers.
+        """
         live = self._live_buffers()
         if live is self._kept_of:
             if not self._flat and not self._one_by_one:
@@ -253,21 +252,20 @@ class BufferShadow:
         versions = self._versions
         return {i: b for i, b in live.items() if i not in versions or versions[i] != b._version}
 
-    def put_back(self, bad: Tensor) -> None:
-        """Restore every kept buffer if ``bad`` is 1. Does not wait.
-
-        If forward changed a buffer's shape or type, no copy fits, so it is not restored.
-        """
-        self._put_back(bad)
-
     def settle(self, bad: Tensor) -> None:
         """Restore the buffers if ``bad`` is 1, and keep a copy of the result."""
         if self._places:
-            self._save_buffers(is_kept=self._put_back(bad))
+            self.keep(is_kept=self.put_back(bad))
 
     @torch.no_grad()
-    def _put_back(self, bad: Tensor) -> bool:
-        """Restore, and return whether the flat copies already equal the buffers."""
+    def put_back(self, bad: Tensor) -> bool:
+        """Restore every kept buffer if ``bad`` is 1. Does not wait.
+
+        If forward changed a buffer's shape or type, no copy fits, so it is not restored.
+
+        Returns:
+            Whether the flat copies already equal the buffers.
+        """
         live = self._live_buffers()
         if reads_are_free(bad.device) and not bad.item():
             return False
@@ -403,15 +401,12 @@ class OptimizerGuard:
         lr_factor: float,
         divisor: Tensor | None = None,
     ) -> None:
-        """Step the optimizer unless the verdict is bad.
+        """Step the optimizer unless the verdict ``bad``, 0.0 or 1.0 on the device, is bad.
 
-        Args:
-            bad: 0.0 or 1.0 on the device.
-            skip_on_host: the same verdict, already read, if an optimizer needs it on the host; None
-                leaves it on the device.
-            lr_factor: multiplies every group's rate, only during this step.
-            divisor: divisor of the gradients; only if the verdict is taken on the device, which
-                applies to every optimizer or none.
+        ``skip_on_host`` is the same verdict, already read, if an optimizer needs it on the host;
+        None leaves it on the device. ``lr_factor`` multiplies every group's rate, only during this
+        step. ``divisor`` divides the gradients: only if every optimizer takes the verdict on the
+        device.
         """
         if skip_on_host:
             self._mark_stepped()
@@ -549,10 +544,9 @@ class UnguardedStepDetector:
     def _check_unguarded_step(
         self, optimizer: Optimizer, _args: Any, kwargs: Mapping[str, Any]
     ) -> None:
-        """Check a step. It is traced with a compiled step, so the usual case comes first.
+        """Refuse a step of the loop itself before any guarded step; later only count it.
 
-        Raises:
-            UsageError: the loop steps by itself before any guarded step. Later it is only counted.
+        It is traced with a compiled step, so the usual case comes first.
         """
         if self._inside or is_state_initialization(optimizer, kwargs):
             return
@@ -565,8 +559,7 @@ class UnguardedStepDetector:
         )
         if not self._any:
             raise error
-        with self._faults.fail_open("unguarded_step"):
-            raise error
+        self._faults.count("unguarded_step", error)
 
 
 def is_state_initialization(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:

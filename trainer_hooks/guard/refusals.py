@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from trainer_hooks.guard.hook_memory import comm_hook_states, comm_hooks
 from trainer_hooks.stateful import HasStateDict
+from trainer_hooks.tensors.optimizer_state import params_of
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 
@@ -113,11 +114,7 @@ def _refuse_stepped_twice(schedulers: Sequence[Any]) -> None:
             seen.add(id(part))
 
 
-# ------------------------------------------------------------------ optimizers during backward
-
-
 def _refuse_in_backward(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that are stepped inside backward."""
     for what in _steppers_in_backward(model, optimizers):
         raise UsageError(
             f"{what} steps an optimizer inside backward: the update happens before the ranks can "
@@ -135,8 +132,7 @@ def _steppers_in_backward(model: nn.Module, optimizers: Sequence[Optimizer]) -> 
     if any(steps_an_optimizer(hook) for hook, _ in comm_hooks(model)):
         yield "a DDP communication hook"
     param_names = {id(p): f"parameter {n!r}" for n, p in model.named_parameters()}
-    optimizer_params = (p for o in optimizers for group in o.param_groups for p in group["params"])
-    for param in (*model.parameters(), *optimizer_params):
+    for param in (*model.parameters(), *params_of(optimizers)):
         name = param_names.get(id(param), "a parameter")
         if getattr(param, "_in_backward_optimizers", None):
             yield f"_apply_optimizer_in_backward on {name}"
@@ -185,7 +181,6 @@ def _referenced_names(code: CodeType) -> set[str]:
 
 
 def _is_or_holds_optimizer(value: object) -> bool:
-    """Return whether an object in a hook's closure is or holds an optimizer."""
     if isinstance(value, Mapping):
         return any(isinstance(part, Optimizer) for part in value.values())
     if isinstance(value, list | tuple):

@@ -25,6 +25,7 @@ from trainer_hooks.arguments import as_list
 from trainer_hooks.guard.optimizers import ModelLoadHook
 from trainer_hooks.integrations import framework
 from trainer_hooks.integrations.framework import Options, is_off, require_version
+from trainer_hooks.tensors.optimizer_state import params_of
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.errors import UsageError
 
@@ -88,13 +89,8 @@ def guard_accelerator(
 ) -> tuple[Attached, AcceleratorHooks | None]:
     """Attach to the optimizers, and get losses and clip norm from the accelerator.
 
-    Args:
-        accelerator: its methods are replaced on the object until the guard is closed.
-        model: the module, wrapped or not.
-        optimizers: prepared optimizers.
-        options: as for ``trainer_hooks.attach``.
-        max_norm: as for ``attach``.
-        parts: whether the losses of a step's micro-batches are parts of its loss, to be added.
+    The accelerator's methods are replaced until the guard is closed. With ``parts``, the losses of
+    a step's micro-batches are parts of its loss, to be added.
     """
     require_version("accelerate", OLDEST, extra="accelerate")
     if not is_off(options):
@@ -141,11 +137,7 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
 
 
 def refuse_accelerate_loop(distributed_type: Any, optimizers: Sequence[Any]) -> None:
-    """Refuse loops that cannot be guarded correctly.
-
-    Raises:
-        UsageError: this is such a loop.
-    """
+    """Refuse loops that cannot be guarded correctly."""
     kind = str(getattr(distributed_type, "value", distributed_type)).upper()
     if kind in _ELSEWHERE:
         raise UsageError(
@@ -298,15 +290,10 @@ class AcceleratorHooks:
         attached.before_clip(max_norm)
 
     def _trainable_param_ids(self) -> set[int]:
-        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-        return {id(p) for group in groups for p in group["params"] if p.requires_grad}
+        return {id(p) for p in params_of(self._optimizers) if p.requires_grad}
 
     def _refuse_clip(self) -> None:
-        """Refuse a clip in a loop that was declared to not clip.
-
-        Raises:
-            UsageError: this is the first step. Later it is only counted.
-        """
+        """Refuse a clip that ``attach(max_norm=...)`` excluded; later steps only count it."""
         error = UsageError(
             "the loop clips through the accelerator, and attach(max_norm=...) said that it does "
             "not",
@@ -314,8 +301,7 @@ class AcceleratorHooks:
         )
         if self._attached.step_index == self._attached._first_step:
             raise error
-        with self._attached._run.faults.fail_open("clip"):
-            raise error
+        self._attached._run.faults.count("clip", error)
 
     # --------------------------------------------------------------------------- the scaler
 

@@ -39,7 +39,6 @@ from trainer_hooks.integrations.zero import (
 )
 from trainer_hooks.noop import Unattached
 from trainer_hooks.probe.probe import LossOf
-from trainvitals.detect.posttraining.names import loss_kind_of_task
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 from trainvitals.records import OVERFLOW
@@ -61,7 +60,6 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
     """
     require_version("deepspeed", OLDEST, extra="deepspeed")
     seat = None if is_off(options) else _engine_hook_of(engine)
-    task = options.get("task")
     arguments = WatchArguments(
         model=getattr(engine, "module", engine),
         optimizers=() if seat is None else (seat.optimizer,),
@@ -75,8 +73,8 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
         tags=options.get("tags", ()),
         state=options.get("state"),
         signals=options.get("signals"),
-        loss_kind=options.get("loss_kind") or loss_kind_of_task(task) or "minimize",
-        task=task,
+        loss_kind=options.get("loss_kind"),
+        task=options.get("task"),
         on_hang=options.get("on_hang", "alert"),
         owns_clip=False,
     )
@@ -160,8 +158,7 @@ class DeepSpeedAttached(Attached):
     def judge_and_decide_skip(self, overflowed: bool) -> bool:
         """Measure and judge the step; return whether all ranks skip it. Once per step, collective.
 
-        Args:
-            overflowed: result of the engine's own check, on this rank.
+        ``overflowed`` is the result of the engine's own check, on this rank.
         """
         if self._closed:
             return overflowed
@@ -212,11 +209,7 @@ class DeepSpeedAttached(Attached):
         return ours
 
     def _end_step(self) -> None:
-        """Finish the step that was judged.
-
-        Raises:
-            UsageError: no step was judged, and this is the first. Later it is only counted.
-        """
+        """Finish the judged step; refuse one without a judgement, after the first only count it."""
         judged, self._judged = self._judged, None
         if judged is not None:
             self._parts.clock.end_loop_clip()
@@ -229,8 +222,7 @@ class DeepSpeedAttached(Attached):
         )
         if self._step == self._first_step:
             raise error
-        with self._run.faults.fail_open("unguarded_step"):
-            raise error
+        self._run.faults.count("unguarded_step", error)
 
 
 def _marked_as_overflow(judged: Judged) -> Judged:
@@ -362,11 +354,7 @@ def _engine_hook_of(engine: Any) -> _EngineHook:
 
 
 def _refuse(engine: Any) -> None:
-    """Refuse an engine whose skip may change state, or was not verified to be without effect.
-
-    Raises:
-        UsageError: the message says why, and what to do.
-    """
+    """Refuse an engine whose skip may change state, or was not verified to be without effect."""
     if not hasattr(engine, "gradient_clipping") or not hasattr(engine, "optimizer"):
         raise UsageError(
             f"attach() was given {name_type(engine)}, which is not a DeepSpeed engine",

@@ -46,10 +46,7 @@ def is_off(options: Options) -> bool:
 def require_version(distribution: str, oldest: str, *, extra: str) -> None:
     """Refuse a framework that is missing, or older than the versions tested with the adapter.
 
-    Args:
-        distribution: name on the package index.
-        oldest: oldest version that passed the conformance suite.
-        extra: extra of ``trainvitals`` that installs it.
+    ``extra`` is the extra of ``trainvitals`` that installs it.
 
     Raises:
         MissingDependencyError: install or upgrade the framework.

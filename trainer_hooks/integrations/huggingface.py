@@ -60,8 +60,6 @@ class VitalsCallback(TrainerCallback, ExportableState):
         attached_state = {} if self.attached is None else self.attached.state_dict()
         return {"args": {}, "attributes": {"kept": attached_state}}
 
-    # ------------------------------------------------------------------------ start and end
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach: the model is prepared, and a checkpoint was loaded.
 
@@ -142,8 +140,6 @@ class VitalsCallback(TrainerCallback, ExportableState):
         attached, self.attached, self._hooks = self.attached, None, None
         if isinstance(attached, Attached):
             attached.end(how, reason)
-
-    # ------------------------------------------------------------------------- in every step
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Pass on the loss, if the trainer did not clip through its accelerator."""

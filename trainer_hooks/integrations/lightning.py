@@ -78,8 +78,6 @@ class VitalsCallback(_Callback):
         """Keep the state until training starts and the guard exists."""
         self._state = state_dict
 
-    # ------------------------------------------------------------------------ start and end
-
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Discard the state of an earlier fit; Lightning loads a checkpoint's state after this."""
         self._state = {}
@@ -147,8 +145,6 @@ class VitalsCallback(_Callback):
         finally:
             self._state, self._optimizer = attached.state_dict(), None
 
-    # ------------------------------------------------------------------------- in every step
-
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -177,12 +173,11 @@ class VitalsCallback(_Callback):
         if getattr(optimizer, "optimizer", optimizer) is self._optimizer:
             self.attached.before_clip(_max_norm(trainer, pl_module))
             return
-        with self.attached._run.faults.fail_open("unguarded_step"):
-            raise UsageError(
-                "the trainer's optimizer was replaced after training began: its steps are not "
-                "guarded",
-                hint="replace it before trainer.fit(), in configure_optimizers",
-            )
+        error = UsageError(
+            "the trainer's optimizer was replaced after training began: its steps are not guarded",
+            hint="replace it before trainer.fit(), in configure_optimizers",
+        )
+        self.attached._run.faults.count("unguarded_step", error)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Exclude the validation from the time of the next step."""

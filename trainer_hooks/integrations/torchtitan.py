@@ -69,11 +69,7 @@ def _require_torchtitan() -> None:
 
 
 def _refuse(trainer: Any) -> None:
-    """Refuse torchtitan trainers that step differently from their train_step.
-
-    Raises:
-        UsageError: the message says which and why.
-    """
+    """Refuse torchtitan trainers that step differently from their train_step."""
     name = type(trainer).__name__
     needed = ("forward_backward_step", "train", "gradient_accumulation_steps", "parallel_dims")
     missing = [word for word in needed if not hasattr(trainer, word)]
@@ -168,8 +164,7 @@ class _StepJudge:
     def _discard_early_judgement(self) -> None:
         """Discard a verdict that came too early; the step is then judged after the clip.
 
-        Raises:
-            UsageError: this is the first step. Later it is only counted.
+        Raises in the first step; later it is only counted.
         """
         attached = self._attached
         attached._judged = None
@@ -180,8 +175,7 @@ class _StepJudge:
         )
         if attached.step_index == attached._first_step:
             raise error
-        with attached._run.faults.fail_open("forward_backward_step"):
-            raise error
+        attached._run.faults.count("forward_backward_step", error)
 
     @torch.no_grad()
     def _hide_from_torchtitan(self, loss: Any) -> None:

@@ -35,7 +35,7 @@ class ParamPartition(NamedTuple):
 
 
 class DeepSpeedAdapter(ABC):
-    """Adapts one of DeepSpeed's optimizers to ``trainer_hooks.exchange.device.Engine``.
+    """Adapts one of DeepSpeed's optimizers to ``trainer_hooks.exchange.device.UpdateEngine``.
 
     ``zero`` is the engine's optimizer, which wraps a plain one.
     """
@@ -45,7 +45,8 @@ class DeepSpeedAdapter(ABC):
         self.device = torch.device(engine.device)
         self.names = {id(p): clean_name(n) for n, p in engine.module.named_parameters()}
         self._overflowed = False
-        self._scale = self._own_scale = 1.0
+        self.measured_scale = self._own_scale = 1.0
+        """Loss scale of the measured gradients; the engine may have updated its own since."""
 
     @abstractmethod
     def parameter_names(self) -> list[str]:
@@ -56,9 +57,10 @@ class DeepSpeedAdapter(ABC):
         """Yield this rank's current parts in that order; empty ones may be omitted."""
 
     @property
-    @abstractmethod
     def dtype(self) -> torch.dtype:
         """Dtype in which the model computes."""
+        dtype: torch.dtype = self.zero.dtype
+        return dtype
 
     @property
     def scaler(self) -> Any:
@@ -89,9 +91,8 @@ class DeepSpeedAdapter(ABC):
 
     def read_overflow_flag(self, *, overflowed: bool) -> None:
         """Record the engine's overflow flag and loss scale at the time of the measurement."""
-        self._overflowed, self._scale, self._own_scale = overflowed, self.scale, self.own_scale
-
-    # --------------------------------------------------------- trainer_hooks.exchange.device.Engine
+        self._overflowed, self.measured_scale = overflowed, self.scale
+        self._own_scale = self.own_scale
 
     guards: tuple[OptimizerGuard, ...] = ()
     """Empty: the engine steps by itself."""
@@ -112,11 +113,6 @@ class DeepSpeedAdapter(ABC):
         if self.dtype != torch.float16:
             return None
         return torch.full((), self._own_scale, dtype=torch.float64, device=self.device)
-
-    @property
-    def measured_scale(self) -> float:
-        """Loss scale of the measured gradients; the engine may have updated its own since."""
-        return self._scale
 
     def name_of(self, param: Tensor, group: int, index: int) -> str:
         """Return the user's name of a parameter, otherwise its group and index."""
@@ -175,17 +171,8 @@ class DeepSpeedNorms(GradNorms):
             return nonfinite_count(self.local_parameters(), self.device)
 
 
-# -------------------------------------------------------------------- the optimizers, one by one
-
-
 class ZeroTwo(DeepSpeedAdapter):
     """ZeRO stages 1 and 2: each rank updates one piece of each group's flat parameters."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype in which the model computes."""
-        dtype: torch.dtype = self.zero.dtype
-        return dtype
 
     def parameter_names(self) -> list[str]:
         """Return the names of all trained parameters, in the optimizer's order."""
@@ -202,7 +189,8 @@ class ZeroTwo(DeepSpeedAdapter):
             rank = dist.get_rank(zero.real_dp_process_group[i])
             averaged = zero.averaged_gradients.get(i)
             grads = [g for g in averaged or () if not getattr(g, "_zero_padding", False)]
-            flat, index = zero.single_partition_of_fp32_groups[i], self._index_by_param_id(i)
+            flat = zero.single_partition_of_fp32_groups[i]
+            index = {id(param): j for j, param in enumerate(zero.bit16_groups[i])}
             for n, param in enumerate(params):
                 of_param = zero.get_param_id(param)
                 begin = zero.grad_start_offset[i][rank][of_param]
@@ -212,19 +200,9 @@ class ZeroTwo(DeepSpeedAdapter):
                 grad = grads[n] if n < len(grads) else None
                 yield ParamPartition(name, (int(begin),), grad, flat.narrow(0, int(at), int(size)))
 
-    def _index_by_param_id(self, group: int) -> dict[int, int]:
-        """Return the position in a parameter group by ``id`` of the parameter."""
-        return {id(param): j for j, param in enumerate(self.zero.bit16_groups[group])}
-
 
 class ZeroThree(DeepSpeedAdapter):
     """ZeRO stage 3: each rank holds and updates a piece of every parameter."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype in which the model computes."""
-        dtype: torch.dtype = self.zero.dtype
-        return dtype
 
     def parameter_names(self) -> list[str]:
         """Return the names of all trained parameters, in the optimizer's order."""

@@ -79,12 +79,8 @@ class YieldedBatches:
 class DataPosition:
     """The data loops of one monitor; a loop may run inside another one, such as a validation.
 
-    Args:
-        run: context of the run.
-        waited: called after each wait for data, with nanoseconds.
-        lag: readback lag in steps.
-        restored: checkpoint from which this process resumed.
-        schedules: LR schedulers to step at the end of each epoch; None if there are none.
+    ``waited`` is called after each wait for data, with nanoseconds. ``restored`` is the checkpoint
+    from which this process resumed; ``schedules`` are stepped at the end of each epoch.
     """
 
     def __init__(
@@ -224,9 +220,8 @@ class DataPosition:
             yield from stream if schedules is None else schedules.iterate_epochs(stream)
         finally:
             if outer is not None and self._stream is stream:
-                self._stream, self._handed_out = (
-                    outer  # the inner loop has ended, for example a validation
-                )
+                # The inner loop has ended, for example a validation.
+                self._stream, self._handed_out = outer
                 self._outer = None
 
     # ----------------------------------------------------------------------------------- a step
@@ -365,11 +360,9 @@ class DataPosition:
         """Log at which batch the data continues, and whether exactly."""
         at = stream.next_position
         where = f"batch {at.batch} of epoch {at.epoch}"
-        text = (
-            f"data: continues at {where} (not exact: {reason})"
-            if reason
-            else f"data: continues exactly at {where}"
-        )
+        text = f"data: continues exactly at {where}"
+        if reason:
+            text = f"data: continues at {where} (not exact: {reason})"
         self._run.emitter.note("data", text, step=step, attempt=self._run.attempt)
 
     def close(self) -> None:
@@ -448,15 +441,7 @@ class _StepBatches:
 
 
 class DataLedger:
-    """Samples of the latest steps, by ``record_batches``; ``process_verdict`` reports bad ones.
-
-    Args:
-        emitter: reports bad steps.
-        writer: writes files to the run directory.
-        faults: counts failures.
-        rank: rank of this process.
-        lag: readback lag in steps.
-    """
+    """Samples of the latest steps, by ``record_batches``; ``process_verdict`` reports bad ones."""
 
     def __init__(
         self, emitter: Emitter, writer: DataWriter, faults: FaultCounter, *, rank: int, lag: int
@@ -481,9 +466,7 @@ class DataLedger:
             return
         with self._faults.fail_open("data.ledger"):
             ids = [self._ids(batch) for batch in batches]
-            kept_batches = [
-                batch for batch in batches if self.keep_batches and batch.content is not None
-            ]
+            kept_batches = [b for b in batches if self.keep_batches and b.content is not None]
             light = [batch._replace(content=None, rng=None) for batch in batches]
             self._steps.pop(step, None)  # an entry of an attempt that was rolled back
             entry = self._steps[step] = _StepBatches(step, attempt, light, ids, kept_batches)
@@ -525,10 +508,7 @@ class DataLedger:
     def process_verdict(self, step: int, bad: bool, facts: dict[str, Any] | None = None) -> None:
         """Report the samples of a bad step; release the batches in any case.
 
-        Args:
-            step: judged step.
-            bad: whether the step has findings or was skipped.
-            facts: contents of the capsule to write; None writes none.
+        A step is bad if it has findings or was skipped. Without ``facts``, no capsule is written.
         """
         if not self._steps:
             return

@@ -51,12 +51,7 @@ _MAX_TEXT = 120
 class HeartbeatThread:
     """Writes this rank's heartbeat until it is closed. Create it on the training thread.
 
-    Args:
-        directory: directory of the rank's journal.
-        clock: provides phase, announcement and step.
-        left_out: Vitals' own process group; background threads use it, so it is not published.
-        faults: counts errors; the first ones do not stop the thread.
-        on_hang: what the agent does about a hang that pages.
+    ``left_out`` is Vitals' own process group: background threads use it, so it is not published.
 
     Raises:
         OSError: the page cannot be created.

@@ -51,6 +51,7 @@ class MonitorBase:
             device.sampler.start_step(first_step)
         self._closed = False
         self.left_open: tuple[EndState, str] = ("finished", "")
+        """State and reason recorded if it is never closed."""
         self.shutdown = Shutdown(run)
         self._heartbeat = self._begin_heartbeat(first_step)
         track_monitor(self)
@@ -335,14 +336,16 @@ class MonitorBase:
             return
         self._closed = True
         run = self._run
-        run.features.stop_collectives()
+        for feature in run.features:
+            feature.stop_collectives()
         try:
             self._judge_unread_steps(patience_seconds=2.0)
         finally:
-            if self.shutdown.has_unreported_sigterm:
+            if self.shutdown.sigterm.is_received:
                 state, reason = "interrupted", f"SIGTERM; {reason}" if reason else "SIGTERM"
                 self.shutdown.save_alone()
-            run.features.close()
+            for feature in run.features:
+                feature.close()
             with run.faults.fail_open("close"):
                 if run.recovery is not None:
                     run.recovery.close()
@@ -395,7 +398,7 @@ class MonitorBase:
 
     def _release(self) -> None:
         """Remove the hooks of the guarded loop, and restore its optimizers."""
-        self._parts.close()
+        self._parts.micro.close()
         self._device.release()
 
     def __enter__(self) -> Self:

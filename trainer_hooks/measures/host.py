@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from trainer_hooks.measures.sections import SectionTimeline, SectionTimer
 from trainer_hooks.tensors.events import record_event
 from trainer_hooks.tensors.gradients import local_tensor
-from trainer_hooks.tensors.optimizer_state import is_dense
+from trainer_hooks.tensors.optimizer_state import is_dense, params_of
 from trainvitals.clock import Clock
 from trainvitals.flops import mfu_ratio, peak_flops, transformer_flops_per_token
 from trainvitals.records import Phase
@@ -34,16 +34,8 @@ class HostMeasurements(msgspec.Struct):
     attempt: int
     time_unix_ns: int
     monotonic_ns: int
-    duration_seconds: float | None
-    data_wait_seconds: float | None
-    forward_backward_seconds: float | None
-    checkpoint_seconds: float | None
-    evaluation_seconds: float | None
-    optimizer_seconds: float
-    monitor_seconds: float | None
+    times: StepTimes
     exchange: Elapsed | None
-    timeline: SectionTimeline | None
-    """Times of forward and backward; None if they cannot be located in this model."""
     learning_rates: list[float | None]
     weight_decay: float | None
     """Largest value of all groups; on rank 0."""
@@ -61,10 +53,7 @@ class HostMeasurements(msgspec.Struct):
     """Samples in this rank's batches."""
     flops: float | None
     """FLOPs counted on this rank, in a step with ``count_flops``."""
-    memory_allocated_bytes: float | None
-    memory_peak_bytes: float | None
-    memory_alloc_retries: int | None
-    memory_ooms: int | None
+    memory: DeviceMemory
     memory_estimate_bytes: int | None
     epoch: int | None
     batch_index: int | None
@@ -85,9 +74,9 @@ class HostMeasurements(msgspec.Struct):
     @property
     def samples_per_second(self) -> float | None:
         """Samples per second of this rank in the step."""
-        if self.samples is None or not self.duration_seconds:
+        if self.samples is None or not self.times.duration:
             return None
-        return self.samples / self.duration_seconds
+        return self.samples / self.times.duration
 
     def communication_seconds(self) -> float | None:
         """Return the time of the all-reduce; call once the step's numbers are on the host."""
@@ -102,16 +91,16 @@ class HostMeasurements(msgspec.Struct):
 
         On CUDA the optimizer time is measured on the device, like the other sections.
         """
-        if self.timeline is None:
+        timeline = self.times.timeline
+        if timeline is None:
             return {}
-        parts = self.timeline.seconds().items()
-        columns = {f"{section}_seconds": seconds for section, seconds in parts}
+        columns = {f"{section}_seconds": value for section, value in timeline.seconds().items()}
         if isinstance(self.exchange, tuple):
-            of_device = self.timeline.since(self.exchange[1])
+            of_device = timeline.since(self.exchange[1])
             if of_device is not None:
                 columns["optimizer_seconds"] = of_device
-        if self.timeline.run_queue_seconds is not None:
-            columns["run_queue_seconds"] = self.timeline.run_queue_seconds
+        if timeline.run_queue_seconds is not None:
+            columns["run_queue_seconds"] = timeline.run_queue_seconds
         return columns
 
 
@@ -125,6 +114,7 @@ class StepTimes(NamedTuple):
     optimizer: float
     monitor: float
     timeline: SectionTimeline | None
+    """Times of forward and backward; None if they cannot be located in this model."""
     evaluation: float | None = None
     """Part of ``forward_backward`` that was announced as evaluation; not a separate summand."""
 
@@ -472,8 +462,7 @@ class MemoryEstimate:
         return self._bytes
 
     def _estimate(self) -> int:
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        trained = [param for group in groups for param in group["params"]]
+        trained = params_of(self._optimizers)
         states = [state for o in self._optimizers for state in o.state.values()]
         tensors = [
             *trained,

@@ -203,11 +203,9 @@ class LocalGradientMeter:
         return gradients
 
     def start_step(self, *, square: bool, turn: int | None = None) -> None:
-        """Start a step.
+        """Start a step: measure local gradients if ``square``, check a bucket if ``turn`` is set.
 
-        Args:
-            square: whether to measure local gradients.
-            turn: number of the check; it selects the bucket to check in rotation. None checks none.
+        ``turn`` is the number of the check, and selects the bucket in rotation.
         """
         if self._passes:
             self._square.zero_()

@@ -208,6 +208,12 @@ class SignalSampler:
                 model, norms, faults, setting
             )
         self._came_out = torch.zeros(1, dtype=torch.float64, device=norms.device)
+        # Indices behind the parts of the sampler's numbers in the reduce vector.
+        norms_per_param = 0 if self._updates is None else 1 + settings.update_norm
+        self._end_of_squares = _HEAD + self._num_params * norms_per_param
+        num_writes = 0 if self._writes is None else 2 * self._num_params
+        self._end_of_writes = self._end_of_squares + num_writes
+        self._end_of_activations = self._end_of_writes + len(modules)
         self._activations = None  # registers hooks, so it comes last: nothing after it may raise
         if modules:
             self._activations = Activations(modules, norms.device, faults)
@@ -219,22 +225,6 @@ class SignalSampler:
         if all(part is None for part in sums):
             return 0
         return self._end_of_activations + (3 if self.settings.reduction else 0)
-
-    @property
-    def _end_of_activations(self) -> int:
-        """Index behind the activations in the sampler's part of the reduce vector."""
-        return self._end_of_writes + len(self.measured_modules)
-
-    @property
-    def _end_of_squares(self) -> int:
-        """Index behind the squared norms in the sampler's part of the reduce vector."""
-        per_parameter = 0 if self._updates is None else 1 + self.settings.update_norm
-        return _HEAD + self._num_params * per_parameter
-
-    @property
-    def _end_of_writes(self) -> int:
-        """Index behind the outside writes in the sampler's part of the reduce vector."""
-        return self._end_of_squares + (0 if self._writes is None else 2 * self._num_params)
 
     @property
     def own_size(self) -> int:

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.tensors.events import record_event
-from trainer_hooks.tensors.gradients import NamedModels
+from trainer_hooks.tensors.gradients import NamedModels, fsdp2_groups
 
 Section = Literal["before_forward", "forward", "backward", "gradient_wait", "after_backward"]
 SECTIONS: tuple[Section, ...] = (
@@ -95,10 +95,7 @@ def _host_now() -> Instant:
 class SectionTimer:
     """Records the ends of a step's sections with hooks of the model. Training thread only.
 
-    Args:
-        wrappers: DDP modules or FSDP2 roots that the loop calls.
-        device: device of the gradients.
-        faults: counts errors.
+    ``wrappers`` are DDP modules or FSDP2 roots that the loop calls.
     """
 
     def __init__(
@@ -111,7 +108,7 @@ class SectionTimer:
         self._has_begun = False
         self._was_backward = False
         self._section: Section = "before_forward"
-        self._reset_marks()
+        self.forget()
         self._queue = _RunQueue()
         self._handles: list[Any] = []
         self._timed: list[tuple[Any, str]] = []
@@ -136,11 +133,9 @@ class SectionTimer:
         self._handles, self._timed = [], []
         self._queue.close()
 
-    # ------------------------------------------------------------------------ by the step's clock
-
     def start_step(self, now_ns: int) -> None:
         """Record that a step ended at ``now_ns`` of the step clock, and start the next one."""
-        self._reset_marks()
+        self.forget()
         with self._faults.fail_open("sections"):
             self._begin = self._now() if self._is_cuda else now_ns
             self._has_begun = True
@@ -168,18 +163,13 @@ class SectionTimer:
         return SectionTimeline(self._begin, self._marks, self._waits, self._asides, end, queued)
 
     def forget(self) -> None:
-        """Discard the current step: it is not an ordinary one."""
-        self._reset_marks()
-
-    def _reset_marks(self) -> None:
+        """Discard the marks of the current step."""
         self._begin = 0
         self._has_begun = self._was_backward = self._is_in_backward = False
         self._section = "before_forward"
         self._marks: list[tuple[Section, Instant]] = []
         self._waits: list[tuple[Section, Instant, Instant]] = []
         self._asides: Counter[str] = Counter()
-
-    # ------------------------------------------------------------------------------- by the hooks
 
     def _end_section(self, following: Section) -> None:
         """Record the end of the current section."""
@@ -301,9 +291,6 @@ def _all_tensors(output: Any, depth: int) -> Iterator[Tensor]:
             yield from _all_tensors(part, depth - 1)
 
 
-# ---------------------------------------------------------------------------- supported models
-
-
 def modules_to_hook(model: nn.Module) -> list[nn.Module]:
     """Return the modules to hook: the DDP wrapper or the FSDP2 root; empty for other models.
 
@@ -327,12 +314,7 @@ def _parameter_groups(wrapper: nn.Module) -> Iterator[Any]:
     seen: set[int] = set()
     for module in wrapper.modules():
         if _is_fsdp2(module):
-            state: Any = module._get_fsdp_state()  # type: ignore[operator]
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:  # before torch 2.12
-                only = getattr(state, "_fsdp_param_group", None)
-                groups = [] if only is None else [only]
-            for group in groups:
+            for group in fsdp2_groups(module._get_fsdp_state()):  # type: ignore[operator]
                 if id(group) not in seen:
                     seen.add(id(group))
                     yield group

@@ -57,11 +57,7 @@ class SignalSettings(Settings, frozen=True, kw_only=True):
     peak_flops: Annotated[float, Meta(gt=0.0, le=1e30)] | None = None
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: ``activations`` is a string, or another value is invalid.
-        """
+        """Refuse invalid values, and a string of ``activations``."""
         patterns: object = self.activations
         if isinstance(patterns, str):
             raise self.refusal(

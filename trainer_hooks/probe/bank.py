@@ -191,10 +191,8 @@ class BatchBank:
     """Keeps batches of healthy steps: every third recent step, and few older ones.
 
     If they exceed the limit, it keeps less: one batch per step, then every sixth step, then no
-    older ones, and finally nothing.
-
-    Args:
-        max_bytes: limit for all copies; by default 256 MiB, and at most 2% of the free memory.
+    older ones, and finally nothing. By default the limit of all copies is 256 MiB, or 2% of the
+    free memory if that is less.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer_hooks.tensors.clearing import has_compiled_graphs
-from trainer_hooks.tensors.gradients import reshard
-from trainer_hooks.tensors.optimizer_state import is_dense, true_elements
+from trainer_hooks.tensors.gradients import fsdp2_groups, reshard
+from trainer_hooks.tensors.optimizer_state import is_dense, params_of, true_elements
 from trainer_hooks.tensors.rng import capture_rng, restore_rng
 
 _PLAIN = (bool, int, float, str, type(None), Tensor)
@@ -45,7 +45,7 @@ def isolated_forward(
     """
     modules = list(model.modules())
     reshard(model)
-    tensors = _optimizer_tensors(optimizers)
+    tensors = {id(p): p for p in params_of(optimizers)}
     everything = {id(p): p for p in (*model.parameters(), *tensors.values())}
     with ExitStack() as undo:
         undo.callback(restore_rng, capture_rng())
@@ -94,15 +94,6 @@ def is_sharded(model: nn.Module) -> bool:
     return by_module or any(hasattr(p, "placements") for p in model.parameters())
 
 
-def _optimizer_tensors(optimizers: Iterable[Optimizer]) -> dict[int, Tensor]:
-    """Return the optimizers' parameters by ``id``, to restore after a forward."""
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return {id(p): p for group in groups for p in group["params"]}
-
-
-# ------------------------------------------------------------------------- modules' attributes
-
-
 def _is_ours(module: nn.Module) -> bool:
     """Return whether the attributes belong to the model and not to a DDP or FSDP wrapper."""
     wrapper = isinstance(module, DistributedDataParallel) or hasattr(module, "_orig_mod")
@@ -124,8 +115,6 @@ def _put_back_attributes(before: list[tuple[nn.Module, dict[str, Any]]]) -> None
             del module_vars[name]
         module_vars.update(attributes)
 
-
-# ----------------------------------------------------------------------- buffers and parameters
 
 _Places = list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]]
 _Copies = list[tuple[Tensor, Tensor, Tensor]]
@@ -179,9 +168,6 @@ def _put_back_gradients(before: list[tuple[Tensor, Tensor | None, bool]]) -> Non
             param.requires_grad_(asks)
 
 
-# -------------------------------------------------------------------------------- DDP and FSDP
-
-
 @contextmanager
 def _ddp_as_before(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Keep DDP from syncing in the probe's forward; restore its flags later.
@@ -207,7 +193,7 @@ def _fsdp_as_before(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[
     If a forward raised halfway, FSDP's states are reset to those between two forwards.
     """
     states = [m._get_fsdp_state() for m in modules if hasattr(m, "_get_fsdp_state")]  # type: ignore[operator]
-    groups = [g for state in states for g in _fsdp_param_groups(state)]
+    groups = [g for state in states for g in fsdp2_groups(state)]
     orders = [(g, list(g._post_forward_indices)) for g in groups]
     lists = {id(o): (o, list(o)) for g in groups if (o := _post_forward_order(g)) is not None}
     try:
@@ -225,15 +211,6 @@ def _fsdp_as_before(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[
         for order, before in lists.values():
             order[:] = before
         reshard(model)
-
-
-def _fsdp_param_groups(state: Any) -> list[Any]:
-    """Return the parameter groups of an FSDP2 state; up to about torch 2.11 there is only one."""
-    several = getattr(state, "_fsdp_param_groups", None)
-    if several is not None:
-        return list(several)
-    group = getattr(state, "_fsdp_param_group", None)
-    return [] if group is None else [group]
 
 
 def _post_forward_order(group: Any) -> Any:

@@ -35,6 +35,7 @@ from trainer_hooks.probe.isolated_forward import (
     seed_all,
 )
 from trainer_hooks.ranks import Ranks
+from trainer_hooks.tensors.optimizer_state import params_of
 from trainvitals.policy.evidence import MIN_BATCHES, NONFINITE_GRADIENT, Ask, ProbeResult
 from trainvitals.printable import name_type
 from trainvitals.records import Note
@@ -65,15 +66,8 @@ class Probe:
     Order of calls in a step: ``keep`` for each batch before it is yielded; ``fed``; ``rehearse``
     before the update; ``update_readiness``, and ``accepted`` or ``dropped``, when the verdict
     arrives, possibly one step later; ``evaluate`` after the update, if the policy requests it.
-
-    Args:
-        model: watched model; before each of its forwards all ranks agree to continue.
-        optimizers: optimizers of the trained parameters.
-        ranks: this process among the others.
-        emitter: reports how many batches are kept, and why the probe is off.
-        faults: counts failed copies.
-        max_bytes: limit for the copies; None: 256 MiB, and at most 2% of the free memory.
-        rewind: restores the buffers from the start of the step, for a rehearsal after its forward.
+    Before each forward of ``model`` all ranks agree to continue. ``rewind`` restores the buffers
+    from the start of the step, for a rehearsal after its forward.
     """
 
     def __init__(
@@ -85,7 +79,7 @@ class Probe:
         emitter: Emitter,
         faults: FaultCounter,
         max_bytes: int | None = None,
-        rewind: Callable[[], None] | None = None,
+        rewind: Callable[[], object] | None = None,
     ) -> None:
         self._model = model
         self._optimizers = tuple(optimizers)
@@ -142,11 +136,8 @@ class Probe:
         self.bank.clear()
         self._earlier = None
         if self._ranks.rank:  # rank 0 reports after all have switched off
-            self._emit_note(
-                "probe_off",
-                f"rank {self._ranks.rank} keeps no batches: {reason}",
-                "warning",
-            )
+            text = f"rank {self._ranks.rank} keeps no batches: {reason}"
+            self._emit_note("probe_off", text, "warning")
 
     def fed(self, step: int, num_batches: int, *, attempt: int = 0) -> None:
         """Assign the kept batches since the last call to this step; call before its update."""
@@ -185,11 +176,8 @@ class Probe:
     def rehearse(self, step: int, own_loss: Callable[[], float | None]) -> None:
         """Check that ``loss_of`` reproduces the loss of the step. Collective, if one is due.
 
-        Call on all ranks before the update of each step, after ``fed``.
-
-        Args:
-            step: current step.
-            own_loss: returns the local loss of the step; waits for the device.
+        Call on all ranks before the update of each step, after ``fed``. ``own_loss`` returns the
+        local loss of the step, and waits for the device.
         """
         if self.is_on or self._is_over or not self._all_ready or step % EVERY:
             return
@@ -327,9 +315,7 @@ class Probe:
         """
         if is_sharded(self._model):
             return True
-        parameters = [
-            p for o in self._optimizers for group in o.param_groups for p in group["params"]
-        ]
+        parameters = params_of(self._optimizers)
         parameters = [p for p in parameters if p.requires_grad and not p.is_sparse]
         with torch.enable_grad():
             try:
@@ -373,7 +359,7 @@ class _Task(NamedTuple):
     batches: list[Any]
     """Kept batches, as many as every rank has."""
     seed: int = 0
-    rewind: Callable[[], None] | None = None
+    rewind: Callable[[], object] | None = None
     """Restores buffers to the start of the step; called inside ``isolated_forward``."""
     with_gradient: bool = False
     """Whether to check the gradient of the first batch, too."""
@@ -441,11 +427,7 @@ class _ForwardBarrier:
 
 
 def _loss_number(value: object) -> float:
-    """Return the loss as a number.
-
-    Raises:
-        RefusedError: it is not a number, or requires gradients.
-    """
+    """Return the loss as a number; refuse anything else, and a loss with gradients."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             raise RefusedError("returned a loss with gradients: it enables them itself")
@@ -453,9 +435,8 @@ def _loss_number(value: object) -> float:
         if value.numel() == 1 and all(p.is_replicate() for p in placements):
             to_local = getattr(value, "to_local", None)
             return float(value if to_local is None else to_local())
-        raise RefusedError(
-            f"returned a tensor of shape {tuple(value.shape)}; it must be one number"
-        )
+        shape = tuple(value.shape)
+        raise RefusedError(f"returned a tensor of shape {shape}; it must be one number")
     if isinstance(value, str) or not hasattr(value, "__float__"):
         raise RefusedError(f"returned {name_type(value)}; it must be one number")
     return float(value)

@@ -137,9 +137,6 @@ class SharedRegion:
         return self._map_memory(_HEADER_BYTES)[:_HEADER_BYTES].view(torch.int64)
 
 
-# ------------------------------------------------------------------------- groups that share
-
-
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
     """This rank within the group that shares a copy."""
@@ -168,13 +165,8 @@ def join_node(
     """Open memory shared by all ranks of this node, if possible. Collective; it never raises.
 
     Ranks are on one node if they see the same kernel and the same process ids. No memory is used
-    yet. If one of them cannot open it, no rank of that node shares.
-
-    Args:
-        ranks: this rank and the others.
-        num_regions: number of regions to open.
-        has_replicas: whether this rank has any data that others have too.
-        device: that the data is copied from.
+    yet. If one of them cannot open it, no rank of that node shares. ``has_replicas``: this rank has
+    data that others have too. ``device`` is where the data is copied from.
     """
     if ranks.world_size == 1:
         return NodeRegions(None, ())

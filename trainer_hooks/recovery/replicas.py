@@ -258,9 +258,8 @@ class Replicas:
             return False
         self._exclude_keys(differing)
         text = (
-            f"{_format_keys(differing)} differ between ranks before the first step, so they "
-            f"are not "
-            "compared: each rank is taken to train its own"
+            f"{_format_keys(differing)} differ between ranks before the first step, so they are "
+            "not compared: each rank is taken to train its own"
         )
         emitter.note("replicas_not_alike", text, "warning", step=step, attempt=attempt)
         return True
@@ -283,14 +282,9 @@ class Replicas:
     ) -> Tensor | float | None:
         """Return 52 bits that are equal on two equal ranks; None if there is no comparison.
 
-        On the device, without waiting for it. Call before the update of ``step``.
-
-        Args:
-            step: the current one.
-            max_norm: norm to which the loop clips.
-            turn: optimizer of the update.
-            order: seed and epoch by which the sampler distributes the data between ranks.
-            snapshot: fingerprint of a snapshot that was taken before this step.
+        On the device, without waiting for it. Call before the update of ``step``. ``order`` is seed
+        and epoch by which the sampler distributes the data between ranks, ``snapshot`` the
+        fingerprint of one that was taken before this step.
         """
         if not self._is_member:
             return None
@@ -342,9 +336,9 @@ class Replicas:
 
     def votes(self, fingerprints: Sequence[float]) -> FingerprintVote:
         """Return the vote over the ranks' values of a step; the same on all ranks."""
-        return (
-            vote_on_fingerprints(fingerprints, self.groups) if fingerprints else FingerprintVote()
-        )
+        if not fingerprints:
+            return FingerprintVote()
+        return vote_on_fingerprints(fingerprints, self.groups)
 
     def agreed(self, step: int) -> None:
         """Note that all values of a step were equal, including differing state once per round."""
@@ -354,10 +348,7 @@ class Replicas:
             self._settings_differ = False
 
     def _inputs_of(self, step: int) -> _FingerprintInputs | None:
-        return next(
-            (recent_step for recent_step in reversed(self._recent) if recent_step.step == step),
-            None,
-        )
+        return next((inputs for inputs in reversed(self._recent) if inputs.step == step), None)
 
     def close(self) -> None:
         """Allow no further comparisons: this rank may end before the others."""
@@ -371,15 +362,11 @@ class Replicas:
     def diagnose(self, step: int, by_words: FingerprintVote, *, at: int) -> Difference:
         """Return the difference and the ranks with it. Collective: on all ranks of the step.
 
-        Args:
-            step: step of the differing values.
-            by_words: the vote over them.
-            at: the step that is trained next from the live state.
+        ``by_words`` is the vote over the step's values; ``at`` is trained next from the live state.
         """
         if not self._may_meet:
-            text = (
-                f"{self._suspects_text(by_words)} differed in the last step, and the loop has ended"
-            )
+            suspects = self._suspects_text(by_words)
+            text = f"{suspects} differed in the last step, and the loop has ended"
             return Difference(kind="state", vote=by_words, text=text)
         made_of = self._inputs_of(step)
         settings = snapshot = None
@@ -403,9 +390,8 @@ class Replicas:
         was_apart, self._apart = bool(self._apart), tuple(differing)
         self.unresolved = by_state.apart or by_words.apart if differing else ()
         if not differing:
-            by_copy = vote_on_fingerprints(
-                [0 if s is None else s or 1 for s in snapshots], self.groups
-            )
+            words = [0 if s is None else s or 1 for s in snapshots]
+            by_copy = vote_on_fingerprints(words, self.groups)
             if by_copy.apart:
                 text = f"the copies of {format_ranks(by_copy.suspects)} differ, the state does not"
                 return Difference(kind="snapshot", vote=by_copy, text=text)
@@ -418,9 +404,8 @@ class Replicas:
             if not self._apart:
                 self.unresolved = ()
                 text = (
-                    f"{_format_keys(differing)} differ between ranks since the first steps, "
-                    f"so they are "
-                    "not compared: each rank is taken to train its own"
+                    f"{_format_keys(differing)} differ between ranks since the first steps, so "
+                    "they are not compared: each rank is taken to train its own"
                 )
                 return Difference(kind="untied", vote=by_state, text=text)
             differing = list(self._apart)
@@ -454,15 +439,12 @@ class Replicas:
         """
         if self._settings_differ:
             return []
-        kinds = Counter(_state_kind(key) for key in self._all_keys())
+        kinds = Counter(_state_kind(k) for k in self._state.tensors() if self.compares(k))
         apart = Counter(map(_state_kind, differing))
         most = {kind for kind, num in apart.items() if num > 1 and 2 * num > kinds[kind]}
         rounds = {kind: self.every * (1 if kind == "model" else STATE_EVERY) for kind in most}
         untied = {kind for kind in most if step - self._first < rounds[kind]}
         return [key for key in differing if _state_kind(key) in untied]
-
-    def _all_keys(self) -> list[str]:
-        return [key for key in self._state.tensors() if self.compares(key)]
 
     @torch.no_grad()
     def _fingerprints(self, prefix: tuple[str, ...] = ("",)) -> tuple[str, bytes | None]:
@@ -475,14 +457,11 @@ class Replicas:
             device = self._state.device
             each = [fingerprint_of([live[key]], device) for key in keys]
             data = torch.stack(each).cpu().numpy().tobytes() if each else b""
-            return "\n".join(keys) if self._ranks.rank in self._speakers() else "", data
+            is_first = any(group[0] == self._ranks.rank for group in self.groups)
+            return "\n".join(keys) if is_first else "", data
         except Exception as error:  # noqa: BLE001 - the others must not wait
             self._faults.count("replicas", error)
             return "", None
-
-    def _speakers(self) -> set[int]:
-        """Return the ranks that name replica tensors: the first of each group."""
-        return {group[0] for group in self.groups}
 
     # ---------------------------------------------------------------------- differing elements
 
@@ -508,7 +487,7 @@ class Replicas:
         dtype = tensor.dtype
         rank_group = next((group for group in self.groups if self._ranks.rank in group), ())
         read = {
-            rank: torch.cat([_tensor_from_bytes(piece, dtype) for piece in pieces[rank]])
+            rank: torch.frombuffer(bytearray(b"".join(pieces[rank])), dtype=dtype)
             for rank in rank_group
             if len(pieces[rank]) == len(apart) and all(pieces[rank])
         }
@@ -554,21 +533,14 @@ class Replicas:
                 return
             now = live.view(-1)[torch.tensor(evidence.elements, device=live.device)]
             values = now.to(torch.float64).tolist()
-            distances = {
-                rank: _l1_distance(before, values) for rank, before in evidence.values.items()
-            }
-            rank = evidence.vote.rank
-            how = "the others agreed"
+            distances = {r: _l1_distance(was, values) for r, was in evidence.values.items()}
+            rank, how = evidence.vote.rank, "the others agreed"
             if rank < 0:
-                rank, how = (
-                    find_farthest_rank(distances),
-                    "its values were further from those of the replay",
-                )
+                rank = find_farthest_rank(distances)
+                how = "its values were further from those of the replay"
             if rank < 0:
-                text = (
-                    f"either of {format_ranks(evidence.vote.suspects)} was wrong: the replay is as "
-                )
-                text += "far from both"
+                either = f"either of {format_ranks(evidence.vote.suspects)}"
+                text = f"{either} was wrong: the replay is as far from both"
             else:
                 text = f"rank {rank} ({self._places[rank]}) was wrong ({how})"
             text = (
@@ -602,9 +574,8 @@ class Replicas:
         names = _setting_names(self._optimizers)
         apart = [i for i in range(len(here)) if here[i] != there[i]]
         parts = [
-            f"{names[i] if i < len(names) else 'a setting'} is {_format_setting(here[i])} on "
-            f"rank {first} "
-            f"and {_format_setting(there[i])} on rank {usual}"
+            f"{names[i] if i < len(names) else 'a setting'} is {_format_setting(here[i])} on rank "
+            f"{first} and {_format_setting(there[i])} on rank {usual}"
             for i in apart[:_NAMED]
         ]
         return "; ".join(parts)
@@ -700,10 +671,6 @@ def _differing_elements(
     per_chunk = _CHUNK // itemsize
     elements = [chunks[i // per_chunk] * per_chunk + i % per_chunk for i in where.tolist()]
     return elements, {r: v[where].to(torch.float64).tolist() for r, v in read.items()}
-
-
-def _tensor_from_bytes(piece: bytes, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(piece), dtype=dtype)
 
 
 def _l1_distance(before: Sequence[float], now: Sequence[float]) -> float:

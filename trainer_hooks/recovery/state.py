@@ -329,14 +329,6 @@ class TrainingState:
         for key in keys:
             self._finite_at_start.pop(key, None)
 
-    def nonfinite_count(self) -> Tensor:
-        """Return the number of non-finite tensors, on the device and without waiting for it.
-
-        It counts tensors that must be finite; 0.0 means that the state is valid.
-        """
-        checked = [t for k, t in self.tensors().items() if self.must_be_finite(k)]
-        return optimizer_state.nonfinite_count(checked, self.device)
-
     def nonfinite(self) -> list[str]:
         """Return the names of all tensors with a NaN or Inf; waits for the device."""
         return _nonfinite_in(self.tensors())
@@ -486,26 +478,28 @@ class TrainingState:
         }
         for key in [*saved, *live]:
             if key in saved and key in live and saved[key] != TensorSpec.of(live[key]):
-                _raise_mismatch(
+                raise mismatch_error(
                     f"{key} was saved as {saved[key]}; it is {TensorSpec.of(live[key])} now"
                 )
             if key not in saved and not key.startswith(lazy):
-                _raise_mismatch(f"{key} is not in the checkpoint")
+                raise mismatch_error(f"{key} is not in the checkpoint")
             if key not in live and not key.startswith(lazy):
-                _raise_mismatch(f"{key} is in the checkpoint and nowhere in this training")
+                raise mismatch_error(f"{key} is in the checkpoint and nowhere in this training")
             owner = key.split(".", 2)[2].rsplit(".", 1)[0] if key.startswith("optim.") else ""
             if owner and owner not in param_names:
-                _raise_mismatch(f"{key} belongs to a parameter that no optimizer has now")
+                raise mismatch_error(f"{key} belongs to a parameter that no optimizer has now")
         groups = [len(o.param_groups) for o in self._optimizers]
         if [len(g) for g in host["groups"]] != groups:
-            _raise_mismatch("the optimizers have other parameter groups than the checkpoint's")
+            raise mismatch_error("the optimizers have other parameter groups than the checkpoint's")
         if len(host["schedulers"]) != len(self._schedulers):
-            _raise_mismatch(
+            raise mismatch_error(
                 f"{len(host['schedulers'])} schedulers were saved; {len(self._schedulers)} now"
             )
         ours = {n for n, s in self._extra.items() if not isinstance(s, nn.Module)}
         if set(host["extra"]) != ours:
-            _raise_mismatch(f"state registered then: {sorted(host['extra'])}; now: {sorted(ours)}")
+            raise mismatch_error(
+                f"state registered then: {sorted(host['extra'])}; now: {sorted(ours)}"
+            )
 
 
 class StateCheck:
@@ -542,7 +536,7 @@ class StateCheck:
 
     def _others(self) -> dict[str, Tensor]:
         """Return buffers, and parameters that no optimizer has."""
-        trained = {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}
+        trained = set(map(id, optimizer_state.params_of(self._optimizers)))
         named = {f"buffer.{clean_name(n)}": b for n, b in self._model.named_buffers()}
         for name, param in self._model.named_parameters():
             if id(param) not in trained:
@@ -554,7 +548,7 @@ class StateCheck:
         others = self._others().items()
         live = {k: t for k, t in others if self._finite_at_start.get(k) == TensorSpec.of(t)}
         for i, optimizer in enumerate(self._optimizers):
-            for number, param in enumerate(p for g in optimizer.param_groups for p in g["params"]):
+            for number, param in enumerate(optimizer_state.params_of([optimizer])):
                 name = self._names.get(id(param), f"unnamed.{number}")
                 parts = {f"model.{name}": param}
                 state = optimizer.state.get(param)
@@ -623,8 +617,9 @@ def _flat_holders(model: nn.Module) -> dict[int, tuple[int, ...]]:
     return holders
 
 
-def _raise_mismatch(text: str) -> None:
-    raise CheckpointError(
+def mismatch_error(text: str) -> CheckpointError:
+    """Return the error of a checkpoint that does not match the training."""
+    return CheckpointError(
         text, hint="restore with the same model, optimizers, schedulers and watch(state=...)"
     )
 

@@ -344,12 +344,17 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Return the batch with ``function`` applied to each tensor."""
     if isinstance(value, Tensor):
         return function(value)
+    return _map_entries(value, lambda each: map_tensors(each, function))
+
+
+def _map_entries(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a container with ``function`` applied to each entry; other values unchanged."""
     if isinstance(value, Mapping):
-        return _like(value, {key: map_tensors(each, function) for key, each in value.items()})
+        return _like(value, {key: function(each) for key, each in value.items()})
     if isinstance(value, tuple):
-        parts = [map_tensors(each, function) for each in value]
+        parts = [function(each) for each in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return [map_tensors(each, function) for each in value] if isinstance(value, list) else value
+    return [function(each) for each in value] if isinstance(value, list) else value
 
 
 def _like(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
@@ -382,16 +387,10 @@ def take_rows(batch: Any, rows: Sequence[int]) -> Any:
     def take(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value[list(rows)] if value.dim() and len(value) == count else value
-        if isinstance(value, Mapping):
-            return _like(value, {key: take(each) for key, each in value.items()})
-        if isinstance(value, tuple):
-            parts = [take(each) for each in value]
-            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-        if isinstance(value, list):
-            if len(value) == count and not any(isinstance(each, Tensor) for each in value):
-                return [value[row] for row in rows]
-            return [take(each) for each in value]
-        return value
+        is_per_row = isinstance(value, list) and len(value) == count
+        if is_per_row and not any(isinstance(each, Tensor) for each in value):
+            return [value[row] for row in rows]
+        return _map_entries(value, take)
 
     return take(batch)
 

@@ -33,16 +33,11 @@ def carry_out(
 ) -> Restored | None:
     """Carry out a judgement; return the restored state if it was a rollback.
 
-    The plan journal is written before the action, so that a relaunch finds the intended action
-    and no command is applied twice. The response to a command is written after it. A skip on
-    its own is not written: it must not wait for a disk, and because a relaunch is a new
-    attempt, entries of the decision log stay distinct.
-
-    Args:
-        run: the run on this rank.
-        judgement: judgement of one step.
-        now_step: the step in whose call this happens.
-        window: the data that a rollback skips.
+    The plan journal is written before the action, so that a relaunch finds the intended action and
+    no command is applied twice. The response to a command is written after it. A skip on its own is
+    not written: it must not wait for a disk, and because a relaunch is a new attempt, entries of
+    the decision log stay distinct. ``now_step`` is the step in whose call this happens. A rollback
+    skips the data in ``window``.
 
     Raises:
         TrainingHalted: the decision is a halt.
@@ -63,7 +58,8 @@ def carry_out(
     if run.terminal is not None and (decision is not None or run.terminal.in_row):
         _report_action(run, decision, restored)
     if judgement.order is not None:
-        run.features.on_command(judgement.order, now_step=now_step)
+        for feature in run.features:
+            feature.on_command(judgement.order, now_step=now_step)
     if ack is not None:
         acknowledged = CommandAcknowledged(ack=ack)
         run.emitter.run_event(acknowledged, step=now_step, attempt=run.attempt)
@@ -97,13 +93,7 @@ def carry_out_at_end(run: RunContext, judgement: Judgement) -> None:
 
 
 def run_between_steps(run: RunContext, step: int, device: torch.device) -> None:
-    """Let the features work between two steps. Collective.
-
-    Args:
-        run: the run on this rank.
-        step: the latest completed step.
-        device: device of the group's tensors.
-    """
+    """Let the features work after ``step``, the latest completed one. Collective."""
     for judgement in run.features.run_between_steps(step, device):
         carry_out(run, judgement, now_step=step)
 
@@ -182,7 +172,8 @@ def begin_attempt(
 ) -> None:
     """Continue as a new attempt, with the detectors of its start state."""
     run.attempt = attempt.id
-    run.features.on_attempt(attempt)
+    for feature in run.features:
+        feature.on_attempt(attempt)
     run.judge.rolled_back(detector_state=detectors, attempt=attempt.id, step=attempt.fork_step)
     run.checks_parameters = False
 

@@ -44,7 +44,6 @@ class RunContext:
     judge: Judge
     emitter: Emitter
     log: StepLog
-    """Writes the rows of judged steps."""
     run_dir: RunDir
     plan: PlanJournal
     faults: FaultCounter
@@ -58,9 +57,7 @@ class RunContext:
     features: StepFeatures
     """The run's features; complete once all of them are built."""
     times: StepClock
-    """Parts of the step's time."""
     attempt: int
-    """Id of the current attempt."""
     first_step: int = -1
     """First step of this start, until it was judged: it must have gradients."""
     last_step: int = -1

@@ -339,11 +339,6 @@ class StepFeatures:
                 return command
         return None
 
-    def on_command(self, command: Proposal, *, now_step: int) -> None:
-        """Start the action of a command."""
-        for feature in self._features:
-            feature.on_command(command, now_step=now_step)
-
     @property
     def has_pending_work(self) -> bool:
         """Whether a feature has work between two steps."""
@@ -357,25 +352,6 @@ class StepFeatures:
         """Let each feature work between two steps; yields judgements to carry out at once."""
         for feature in self._between_steps:
             yield from feature.run_between_steps(step, device)
-
-    def on_change_expected(self, num_steps: int) -> None:
-        """Call ``on_change_expected`` of all features."""
-        for feature in self._features:
-            feature.on_change_expected(num_steps)
-
-    def on_second_start(self) -> str:
-        """Return the end of the warning about a second start without a state."""
-        return "".join(feature.on_second_start() for feature in self._features)
-
-    def on_attempt(self, attempt: AttemptStarted) -> None:
-        """Call ``on_attempt`` of all features."""
-        for feature in self._features:
-            feature.on_attempt(attempt)
-
-    def on_restored(self, next_step: int) -> None:
-        """Drop what depends on a state that was replaced."""
-        for feature in self._features:
-            feature.on_restored(next_step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states by key, for a snapshot."""
@@ -398,13 +374,3 @@ class StepFeatures:
         for feature in self._features:
             if feature.is_resumable:
                 feature.load_state_dict(state.get(feature.state_key), step=step)
-
-    def stop_collectives(self) -> None:
-        """Enter no collective from now on."""
-        for feature in self._features:
-            feature.stop_collectives()
-
-    def close(self) -> None:
-        """Close all features."""
-        for feature in self._features:
-            feature.close()

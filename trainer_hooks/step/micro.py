@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_hooks.tensors.optimizer_state import params_of
+
 MAX_FRESH = 64
 """Most losses since the last backward that are kept separate; a loop gives one per backward."""
 
@@ -67,14 +69,7 @@ class MicroLosses:
         self._undo: list[Callable[[], None]] = []
 
     def add(self, loss: object, part: Tensor, weight: Tensor | float, *, is_weighted: bool) -> None:
-        """Add one micro-batch's loss.
-
-        Args:
-            loss: the loss as given by the loop.
-            part: the loss times its weight, without its graph.
-            weight: its weight.
-            is_weighted: whether the loop gave the weight.
-        """
+        """Add one micro-batch's loss; ``part`` is the loss times its weight, without its graph."""
         self.num_given += 1
         if not self._is_followed:
             self._follow()
@@ -137,8 +132,7 @@ class MicroLosses:
     def _follow(self) -> None:
         """Follow the first parameter whose gradient can be observed."""
         self._is_followed = True
-        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-        for param in (param for group in groups for param in group["params"]):
+        for param in params_of(self._optimizers):
             if param.requires_grad and param.is_leaf and not hasattr(param, "to_local"):
                 self._ran = param.grad is not None
                 self._gradient = _grad_reference(param)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from trainer_hooks.tensors.gradients import local_tensor
+from trainer_hooks.tensors.optimizer_state import params_of
 
 _MAX_LOOKS = 16
 """Walks over the allocator's memory per optimizer; a large job takes milliseconds for each."""
@@ -83,7 +84,8 @@ class _OptimizerGradients:
         self._witness_hook: RemovableHandle | None = None
         # Without a GPU there are no graphs, and nobody pays for the hook.
         if torch.cuda.is_initialized():
-            self._choose([p for p in self._optimizer_params() if p.requires_grad and p.is_leaf])
+            params = params_of([optimizer])
+            self._choose([p for p in params if p.requires_grad and p.is_leaf])
 
     def clear(self) -> None:
         if self._witness_hook is not None:
@@ -94,9 +96,6 @@ class _OptimizerGradients:
         if self._witness_hook is not None:
             self._witness_hook.remove()
             self._witness_hook = None
-
-    def _optimizer_params(self) -> list[Tensor]:
-        return [param for group in self._optimizer.param_groups for param in group["params"]]
 
     def _choose(self, params: Sequence[Tensor]) -> None:
         """Make the last of the parameters the witness."""
@@ -124,7 +123,7 @@ class _OptimizerGradients:
         """Choose a parameter that has a gradient: frozen or unused ones never have one."""
         params = [
             p
-            for p in self._optimizer_params()
+            for p in params_of([self._optimizer])
             if p.grad is not None and p.requires_grad and p.is_leaf
         ]
         if params and self._num_looks < _MAX_LOOKS:

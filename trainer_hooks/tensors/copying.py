@@ -11,7 +11,7 @@ end on the device: ``wait_for_copies``.
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -344,58 +344,42 @@ def _signed(number: int) -> int:
 # ------------------------------------------------------------- the order on the device
 
 
-class SideStream(Protocol):
-    """A device's second queue of work, in addition to the stream of the training.
+class SideStream:
+    """A GPU's second queue of work, in addition to the stream of the training.
 
     It contains everything about the order, so that a test can replace a device and run the side
     work at any time that a device may choose.
     """
 
-    def run(self, work: Callable[[], None]) -> object:
-        """Queue work after the training stream's current work; return a marker of its end."""
-
-    def wait(self, end: object) -> None:
-        """Queue later work of the training's stream after that end; the host does not wait."""
-
-    def join(self, end: object) -> None:
-        """Make the host wait for that end."""
-
-    def drain(self) -> None:
-        """Make the host wait for the current work of the training's stream."""
-
-
-class CudaSideStream:
-    """The side stream of a GPU."""
-
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def run(self, work: Callable[[], None]) -> torch.cuda.Event:
-        """Queue work; each of its kernels and copies runs on the side stream."""
+        """Queue work after the training stream's current work; return a marker of its end."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             work()
             return record_event(self._device)
 
-    def wait(self, end: object) -> None:
-        """Make the current stream wait."""
-        assert isinstance(end, torch.cuda.Event)
+    def wait(self, end: torch.cuda.Event) -> None:
+        """Queue later work of the training's stream after that end; the host does not wait."""
         torch.cuda.current_stream(self._device).wait_event(end)
 
-    def join(self, end: object) -> None:
-        """Make the host wait."""
-        assert isinstance(end, torch.cuda.Event)
+    def join(self, end: torch.cuda.Event) -> None:
+        """Make the host wait for that end."""
         end.synchronize()
 
     def drain(self) -> None:
-        """Make the host wait for the current stream."""
+        """Make the host wait for the current work of the training's stream."""
         record_event(self._device).synchronize()
 
 
 class PendingCopy:
     """A copy that may be in flight: its source must not be written before it ends."""
 
-    def __init__(self, side: SideStream, end: object, written: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, side: SideStream, end: torch.cuda.Event, written: Sequence[Tensor] = ()
+    ) -> None:
         """``written``: what the side stream writes; it must not be freed before the end."""
         self._side, self._end, self._written = side, end, written
         _PENDING.add(self)

@@ -12,16 +12,12 @@ from torch import Tensor
 
 
 def record_event(device: torch.device, *, timed: bool = False) -> torch.cuda.Event:
-    """Record an event behind the current work of a device, and return it.
+    """Record an event behind the current work of a CUDA device, and return it.
 
     It uses the stream of ``device``, whatever the process's current device is: an event on the
     stream of another GPU happens at once, and numbers would be read before their copy has ended. A
     host that waits for the event sleeps; otherwise it would spin, and a rank that waits for a hung
-    GPU would look like one that computes.
-
-    Args:
-        device: a CUDA device.
-        timed: whether ``elapsed_time`` will be asked for.
+    GPU would look like one that computes. ``timed`` events have an ``elapsed_time``.
     """
     event = torch.cuda.Event(enable_timing=timed, blocking=True)
     event.record(torch.cuda.current_stream(device))

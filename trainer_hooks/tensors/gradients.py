@@ -82,17 +82,12 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             module.reshard()  # type: ignore[operator]
-        handle: Any = getattr(module, "_handle", None)
+    for _, handle, flat in flat_parameters(model):
         # FSDP1 creates the buffer for gathered parameters at its first forward.
-        if hasattr(getattr(handle, "flat_param", None), "_full_param_padded"):
-            _drop_gathered(handle)
-
-
-def _drop_gathered(handle: Any) -> None:
-    """Make FSDP1 drop the gathered parameters of a flat parameter."""
-    if handle.uses_sharded_strategy and not handle.needs_unshard():
-        handle.reshard(True)
-        handle._prefetched = False
+        is_used = hasattr(flat, "_full_param_padded") and handle.uses_sharded_strategy
+        if is_used and not handle.needs_unshard():
+            handle.reshard(True)
+            handle._prefetched = False
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -132,6 +127,23 @@ def named_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[
     return by_name
 
 
+def flat_parameters(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name of each FSDP1 module, its handle, and the handle's flat parameter."""
+    for name, module in model.named_modules():
+        handle: Any = getattr(module, "_handle", None)
+        if (flat := getattr(handle, "flat_param", None)) is not None:
+            yield name, handle, flat
+
+
+def fsdp2_groups(state: Any) -> list[Any]:
+    """Return the parameter groups of an FSDP2 state: none or one before torch 2.12."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    only = getattr(state, "_fsdp_param_group", None)
+    return [] if only is None else [only]
+
+
 def flat_pieces(model: nn.Module) -> dict[int, Piece]:
     """Return the piece of its parameter that each of FSDP1's tensors is, by the tensor's id.
 
@@ -142,11 +154,7 @@ def flat_pieces(model: nn.Module) -> dict[int, Piece]:
         UsageError: FSDP1 wraps tensor parallelism, which hides the pieces.
     """
     pieces: dict[int, Piece] = {}
-    for module in model.modules():
-        handle: Any = getattr(module, "_handle", None)
-        flat = getattr(handle, "flat_param", None)
-        if flat is None:
-            continue
+    for _, handle, flat in flat_parameters(model):
         if handle._fsdp_extension is not None:
             raise UsageError(
                 "FullyShardedDataParallel over tensor parallelism is not supported",
@@ -356,11 +364,7 @@ def _gradient_block_norms(grad: Tensor, dtype: torch.dtype | None = None) -> Ite
 
 
 def no_gradient_error(name: str = "") -> UsageError:
-    """Return the error for a first step without a gradient on any rank.
-
-    Args:
-        name: name of an optimizer that is stepped alone.
-    """
+    """Return the error for a first step without any gradient; ``name``: of one optimizer."""
     if name:
         return UsageError(
             f"no parameter of the optimizer {name!r} has a gradient at its first step",

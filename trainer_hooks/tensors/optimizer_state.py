@@ -1,7 +1,7 @@
 """Properties of optimizer state: initial values, size, and whether it is finite."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,11 @@ _FROM_ZEROS = (
     torch.optim.SparseAdam,
     torch.optim.Adafactor,
 )
+
+
+def params_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the parameters of all groups of the optimizers, in their order."""
+    return [p for o in optimizers for group in o.param_groups for p in group["params"]]
 
 
 def starts_from_zeros(optimizer: Optimizer) -> bool:

@@ -20,7 +20,9 @@ class RankAgreement:
 
     def on_root(self, call: Callable[[], object]) -> None:
         """Run on rank 0; an error there is raised on all ranks."""
-        _raise_if_error(self._meet(call if self.ranks.rank == 0 else lambda: None)[0])
+        error = self._meet(call if self.ranks.rank == 0 else lambda: None)[0]
+        if error is not None:
+            raise error
 
     def on_all(self, call: Callable[[], object]) -> None:
         """Run on every rank; the first rank's error is raised on all, damage before others."""
@@ -77,8 +79,3 @@ def catch_error(call: Callable[[], object]) -> VitalsError | None:
     except BaseException as error:  # noqa: BLE001 - CheckpointException is not an Exception
         return CheckpointError(f"{type(error).__name__}: {error}")
     return None
-
-
-def _raise_if_error(error: VitalsError | None) -> None:
-    if error is not None:
-        raise error

@@ -57,9 +57,6 @@ def register(app: typer.Typer) -> None:
     add_group(app, "checkpoints", commands, about=about, example="vitals checkpoints list my-run")
 
 
-# ------------------------------------------------------------------------------------- commands
-
-
 def show(run: _Run, directory: VitalsDir = RUNS, form: Form = Format.TABLE) -> None:
     """List checkpoints with their status, including removed and quarantined ones.
 
@@ -165,9 +162,6 @@ def _known_to_collector(run: str) -> list[IndexEntry]:
             for view in client.ask(CheckpointsQuestion(run_id=run_id))
             if view.where == "disk"
         ]
-
-
-# ------------------------------------------------------------------------------------ verifying
 
 
 class VerifyResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,13 +46,8 @@ def write_part(
 ) -> None:
     """Write this rank's part of a checkpoint; an existing part is left unchanged.
 
-    Args:
-        folder: directory of the checkpoints.
-        content: manifest of the checkpoint; its files and sizes are filled in.
-        rank: rank of the part, out of ``content.world_size``.
-        boxes: data of this rank.
-        check_whole: raises if the boxes have changed by the time they are written.
-        key: key of the run, which signs the part.
+    Files and sizes of ``content`` are filled in. ``check_whole`` raises if the boxes have changed
+    by the time they are written. The run's ``key`` signs the part.
 
     Raises:
         CheckpointError: it could not be written.

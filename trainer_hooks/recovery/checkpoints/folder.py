@@ -60,14 +60,9 @@ _ABANDONED_NS = 3600 * 10**9
 class CheckpointFolder:
     """The checkpoints of one run in one directory, which other runs may share.
 
-    Args:
-        path: the directory.
-        run_id: run whose checkpoints are written, loaded and rotated.
-        keep: number of latest checkpoints that rotation keeps; at least 1.
-        keep_every: steps of which rotation keeps one checkpoint permanently; 0 for none.
-        key: key of the run, which signs manifests, and proves them if others may write the
-            directory; empty if it is not available: then nothing there can be proven.
-        clock: provides the times at which a checkpoint was retired or turned bad.
+    Rotation keeps the latest ``keep``, at least 1, and permanently one per ``keep_every`` steps; 0
+    for none. The run's ``key`` signs manifests, and proves them if others may write the directory;
+    if it is empty, nothing there can be proven.
     """
 
     def __init__(
@@ -326,10 +321,7 @@ class CheckpointFolder:
 
         One with a damaged manifest is included as verified, so that the load reports and
         quarantines it; one of a newer version of Vitals is included too, so that it is reported and
-        not skipped silently.
-
-        Args:
-            on_branch: excludes checkpoints of a discarded attempt.
+        not skipped silently. Those of a discarded attempt are excluded by ``on_branch``.
         """
         refs = []
         for name in self.names():
@@ -509,7 +501,7 @@ class CheckpointFolder:
             )
         )
         if state in ("retired", "bad"):
-            self._index.add_gone(
+            self._index.gone.append(
                 IndexEntry(
                     id=name,
                     run_id=self._run_id,

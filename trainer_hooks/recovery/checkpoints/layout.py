@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainer_hooks.recovery.checkpoints.shard_layout import LocalShard, Shape, ShardPiece
-from trainer_hooks.recovery.state import TensorSpec
-from trainvitals.errors import CheckpointError
+from trainer_hooks.recovery.state import TensorSpec, mismatch_error
 
 Scalars = list[dict[str, dict[str, Any]]]
 """For each optimizer, by parameter: the state that is not a tensor."""
@@ -20,20 +19,16 @@ _MODEL = "model."
 
 
 class RankShardLayout:
-    """One rank's view of the complete tensors."""
+    """One rank's view of the complete tensors.
+
+    ``tensors`` are parameters, and tensors of registered modules, by this rank's names. Each
+    rank keeps the state of some parameters only, if the optimizer is in ``split``.
+    """
 
     def __init__(self, tensors: Mapping[str, LocalShard], split: Collection[int]) -> None:
-        """Set the tensors of this rank.
-
-        Args:
-            tensors: by this rank's names: parameters, and tensors of registered modules.
-            split: the optimizers of which each rank keeps the state of some parameters only.
-        """
         self._tensors = tensors
         self._split = split
         self._owners = {whole: key for key, tensor in tensors.items() for whole in tensor.wholes}
-
-    # -------------------------------------------------------------------------------- saving
 
     def find_writable(self, key: str, shape: Shape) -> LocalShard | None:
         """Return the position of a tensor that this rank may write; None if it has none.
@@ -86,8 +81,6 @@ class RankShardLayout:
             spread.append(by_whole)
         return spread
 
-    # ------------------------------------------------------------------------------- loading
-
     def collect(self, scalars: Scalars) -> Scalars:
         """Return the scalars by the names of the parameters on this rank."""
         collected: Scalars = []
@@ -96,7 +89,7 @@ class RankShardLayout:
             for whole, values in of_params.items():
                 param = self._owners.get(_MODEL + whole, _MODEL + whole).removeprefix(_MODEL)
                 if by_param.setdefault(param, dict(values)) != values:
-                    raise _mismatch_error(
+                    raise mismatch_error(
                         f"the state of {whole} differs from that of others in {param}"
                     )
             collected.append(by_param)
@@ -112,21 +105,19 @@ class RankShardLayout:
     ) -> dict[str, TensorSpec]:
         """Return the shapes and types that this rank's tensors need to load the stored ones.
 
-        Args:
-            stored: tensors stored for this rank, without the ranks' prefixes.
-            rank_keys: the names that were stored under a rank's prefix.
+        ``stored`` are tensors for this rank, without the ranks' prefixes, which ``rank_keys`` had.
 
         Raises:
             CheckpointError: a complete tensor has another shape here, or was stored in parts.
         """
         for whole in self._owners:
             if whole.startswith(_MODEL) and whole not in stored:
-                raise _mismatch_error(f"{whole} is not in the checkpoint")
+                raise mismatch_error(f"{whole} is not in the checkpoint")
         specs: dict[str, TensorSpec] = {}
         for name, spec in stored.items():
             key, local = self._local_key_and_spec(name, spec, is_own=name in rank_keys)
             if specs.setdefault(key, local) != local:
-                raise _mismatch_error(
+                raise mismatch_error(
                     f"{name} was saved as {spec}; others in {key} are not of that kind"
                 )
         return specs
@@ -144,7 +135,7 @@ class RankShardLayout:
         if is_own and moment and self.find(key, spec.shape) is None:
             return key, spec  # it had no position in a complete tensor, and has none now
         if is_own and not name.startswith("extra."):
-            raise _mismatch_error(
+            raise mismatch_error(
                 f"{name} was saved separately by each rank; here all ranks share it"
             )
         if _is_cut_alike(moment, spec.shape, tensor.wholes[whole]):
@@ -152,7 +143,7 @@ class RankShardLayout:
         if moment and (math.prod(spec.shape) == 1 or tensor.uncut):
             return key, spec
         text = f"{name} was saved as {spec}; the shape of {whole} is {tensor.wholes[whole]} now"
-        raise _mismatch_error(text + (", and there is no rule to cut it" if moment else ""))
+        raise mismatch_error(text + (", and there is no rule to cut it" if moment else ""))
 
 
 def _is_cut_alike(moment: str, shape: Shape, of_param: Shape) -> bool:
@@ -168,10 +159,3 @@ def _parse_optimizer_key(key: str) -> tuple[int, str, str]:
 
 def _optimizer_key(i: int, whole: str, name: str) -> str:
     return f"optim.{i}.{whole.removeprefix(_MODEL)}.{name}"
-
-
-def _mismatch_error(text: str) -> CheckpointError:
-    """Return the error of a checkpoint that does not match the training."""
-    return CheckpointError(
-        text, hint="restore with the same model, optimizers, schedulers and watch(state=...)"
-    )

@@ -193,12 +193,9 @@ def write(
 ) -> Written:
     """Write this rank's data, each box once; fsynced. Collective.
 
-    Args:
-        folder: target directory, which ``make_room`` creates.
-        boxes: data of this rank.
-        agree: ranks that write together; None writes a part without collectives, to be merged with
-            others.
-        make_room: called on rank 0 before anything is written, with the bytes of all.
+    ``make_room`` creates ``folder``: it is called on rank 0 before anything is written, with the
+    bytes of all. Without ``agree``, a part is written without collectives, to be merged with
+    others.
 
     Raises:
         CheckpointError: on every rank, if one of them could not.

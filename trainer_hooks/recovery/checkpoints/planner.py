@@ -59,18 +59,15 @@ class TensorBox(NamedTuple):
 
 
 class BoxWriter(DefaultSavePlanner):
-    """Writes boxes: a box of several ranks is written by the rank with the least data."""
+    """Writes boxes: a box of several ranks is written by the rank with the least data.
+
+    ``make_room`` is called on the coordinating rank with the total number of bytes. ``alone``:
+    these are one rank's part, which need not form complete tensors.
+    """
 
     def __init__(
         self, boxes: Sequence[TensorBox], *, make_room: Callable[[int], None], alone: bool
     ) -> None:
-        """Set this rank's boxes.
-
-        Args:
-            boxes: data of this rank.
-            make_room: called on the coordinating rank with the total number of bytes.
-            alone: whether these are one rank's part, which need not form complete tensors.
-        """
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._boxes = {box.key: box for box in boxes}
         self._make_room = make_room

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from trainer_hooks.tensors.gradients import clean_name
+from trainer_hooks.tensors.gradients import clean_name, flat_parameters
 from trainvitals.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -114,13 +114,7 @@ def local_shards(
 ) -> dict[str, LocalShard]:
     """Return this rank's content of tensors with a position in complete ones; others are left out.
 
-    Args:
-        module: module of the tensors.
-        prefix: prefix of each name in the checkpoint.
-        tensors: the tensors by the module's names.
-        alike: names of plain tensors that are known to be equal on every rank.
-        rank: this rank.
-        world_size: number of ranks.
+    ``tensors`` are by the module's names. The plain ones in ``alike`` are equal on every rank.
     """
     ranges = _flat_ranges(module)
     places = {}
@@ -195,10 +189,8 @@ class _Range(NamedTuple):
 def _flat_ranges(module: nn.Module) -> dict[int, tuple[list[_Range], bool]]:
     """Return the ranges in each of FSDP1's tensors, and whether it is uncut, by tensor id."""
     by_tensor: dict[int, tuple[list[_Range], bool]] = {}
-    for prefix, inner in module.named_modules():
-        handle: Any = getattr(inner, "_handle", None)
-        flat = getattr(handle, "flat_param", None)
-        if flat is None or not all(flat._contiguities):
+    for prefix, handle, flat in flat_parameters(module):
+        if not all(flat._contiguities):
             continue  # has another memory format: not in the order of its rows
         ranges = [
             _Range(
