@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import PurePath
 from typing import IO
 
@@ -115,26 +116,18 @@ def _after_torchrun(words: Sequence[str]) -> int:
         )
     # In ``srun -J torchrun torchrun --nnodes=2 ...`` the first is a value.
     last = next(index for index in indices if index + 1 not in indices)
-    first = last
-    if first and words[first - 1] == "-m":
-        first -= 1
+    # Python, its flags and -m belong to torchrun.
+    first = last - (words[last - 1] == "-m" if last else 0)
     while first and _PYTHON_FLAGS.fullmatch(words[first - 1]):
         first -= 1
-    if first and _is_python(words[first - 1]):
-        first -= 1
-    else:
-        first = last  # options of another program
-    before = words[:first]
-    if (
-        before
-        and (
-            PurePath(before[0]).name not in STARTERS
-            or any(_is_other_program(word) for word in before[1:])
-            # The value of an option, such as ``--launcher torchrun``.
-            or (before[-1].startswith(("-", "+")) and "=" not in before[-1] and before[-1] != "--")
-            or not words[last + 1 : last + 2]
-            or not words[last + 1].startswith("-")
-        )
+    before = words[: first - 1 if first and _is_python(words[first - 1]) else last]
+    option = words[last + 1] if last + 1 < len(words) else ""
+    if before and (
+        PurePath(before[0]).name not in STARTERS
+        or any(_is_other_program(word) for word in before[1:])
+        # The value of an option, such as ``--launcher torchrun``.
+        or (before[-1].startswith(("-", "+")) and "=" not in before[-1] and before[-1] != "--")
+        or not option.startswith("-")
     ):
         raise UsageError(
             f"{' '.join(before)!r} before torchrun may start the training itself",
@@ -158,13 +151,9 @@ def _is_other_program(word: str) -> bool:
     name = PurePath(word).name
     if name in STARTERS or word.startswith("-"):
         return False
-    return (
-        _is_python(word)
-        or name in _SHELLS
-        or name.endswith((".py", ".sh"))
-        # Images of containers can be executable.
-        or (not name.endswith((".sif", ".sqsh")) and shutil.which(word) is not None)
-    )
+    # Images of containers can be executable.
+    is_command = shutil.which(word) is not None and not name.endswith((".sif", ".sqsh"))
+    return is_command or _is_python(word) or name in _SHELLS or name.endswith((".py", ".sh"))
 
 
 def local_words() -> list[str]:
@@ -192,10 +181,7 @@ def launch(command: Sequence[str], environ: Mapping[str, str], *, seconds: float
             env=_environ(environ),
         )
     except OSError as error:
-        raise UsageError(
-            f"{command[0]!r} cannot be run: {error.strerror}",
-            hint=_HINT,
-        ) from error
+        raise UsageError(f"{command[0]!r} cannot be run: {error.strerror}", hint=_HINT) from error
     assert process.stdout is not None
     reports: dict[int, PreflightReport] = {}
     tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
@@ -203,9 +189,8 @@ def launch(command: Sequence[str], environ: Mapping[str, str], *, seconds: float
     reader.start()
     exit_code: int | None = None
     try:
-        exit_code = process.wait(max(deadline - time.monotonic(), 0.0))
-    except subprocess.TimeoutExpired:
-        pass  # a rank hangs; the reports show which one
+        with suppress(subprocess.TimeoutExpired):  # a rank hangs; the reports show which one
+            exit_code = process.wait(max(deadline - time.monotonic(), 0.0))
     finally:
         stop_process(process, STOP_SECONDS)
     # A rank that survives its launcher keeps the pipe open.
@@ -243,5 +228,4 @@ def parse_line(line: bytes) -> PreflightReport | None:
 
 def keep_latest(reports: dict[int, PreflightReport], report: PreflightReport) -> None:
     """Store a report unless a later one of the same rank is stored already."""
-    known = reports.get(report.rank)
-    reports[report.rank] = merge_reports(known, report) if known else report
+    reports[report.rank] = merge_reports(reports.get(report.rank, report), report)
