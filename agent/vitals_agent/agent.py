@@ -42,13 +42,7 @@ from vitals_agent.gpu import GpuSampler
 from vitals_agent.hang import ExitWatch, HangWatch
 from vitals_agent.host import HostSampler
 from vitals_agent.io_loop import EventsAhead, IoLoop, SendAhead
-from vitals_agent.memory_spool import (
-    ROOM_BYTES,
-    bytes_in,
-    has_room,
-    move_to_disk,
-    open_in_memory,
-)
+from vitals_agent.memory_spool import ROOM_BYTES, bytes_in, has_room, move_to_disk, open_in_memory
 from vitals_agent.mirrors import MirrorStarter
 from vitals_agent.process import RankProcess
 from vitals_agent.run import NodeFacts, ServedRun, boot_id

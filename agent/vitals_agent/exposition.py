@@ -97,8 +97,7 @@ class MetricsServer:
             self._server = ThreadingHTTPServer((host, port), handler)
         except (OSError, OverflowError) as error:
             raise UsageError(
-                f"--listen {host}:{port} cannot be used: {error}",
-                hint="port 0 takes a free one",
+                f"--listen {host}:{port} cannot be used: {error}", hint="port 0 takes a free one"
             ) from error
         self._server.daemon_threads = True
         self._thread = threading.Thread(

@@ -207,11 +207,7 @@ class HangWatch:
         self._sent_at = now if is_still else None
 
     def _end_hung_job(
-        self,
-        ranks: list[RankActivity],
-        tails: dict[int, JournalTail],
-        world_size: int,
-        now: float,
+        self, ranks: list[RankActivity], tails: dict[int, JournalTail], world_size: int, now: float
     ) -> None:
         """End a job that hangs, if all its ranks are here and have enabled that."""
         seen = {rank: self._seen[tail.directory] for rank, tail in tails.items()}

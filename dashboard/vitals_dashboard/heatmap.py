@@ -175,10 +175,7 @@ def heat_map(
         | {"inverse": True},
         "visualMap": scale,
         "tooltip": {"trigger": "item", "confine": True},
-        "series": [
-            _cells_series(steps, unit, look, decisions, reply),
-            *_crosses(reply, order),
-        ],
+        "series": [_cells_series(steps, unit, look, decisions, reply), *_crosses(reply, order)],
     }
 
 

@@ -12,11 +12,7 @@ from vitals_dashboard import formatting, heatmap, layout
 from vitals_dashboard.source import DataSource
 
 POINTS, ROWS = 160, 64
-SHADES: dict[str, heatmap.Shade] = {
-    "value": "size",
-    "change": "change",
-    "vs. others": "others",
-}
+SHADES: dict[str, heatmap.Shade] = {"value": "size", "change": "change", "vs. others": "others"}
 """Labels, also used in the URL, of the color's meanings."""
 
 

@@ -214,9 +214,7 @@ def locate_collector(data: Path, token_file: str) -> CollectorLocation:
             " or name one with --collector URL --token-file FILE",
         )
     return CollectorLocation(
-        url=url,
-        token_file=token_file or str(data / "tokens.json"),
-        collector_data=str(data),
+        url=url, token_file=token_file or str(data / "tokens.json"), collector_data=str(data)
     )
 
 

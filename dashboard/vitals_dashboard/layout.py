@@ -299,10 +299,7 @@ def step_range() -> tuple[int | None, int | None]:
                 width=115,
                 placeholder=empty,
             )
-            for label, key, empty in (
-                ("From step", "from", "first"),
-                ("To step", "to", "last"),
-            )
+            for label, key, empty in (("From step", "from", "first"), ("To step", "to", "last"))
         ]
     first, last = (None if value is None else int(value) for value in entered)
     if first is not None and last is not None and last < first:

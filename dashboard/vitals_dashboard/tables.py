@@ -25,13 +25,7 @@ from trainvitals.views import (
     StepData,
 )
 from vitals_dashboard import formatting
-from vitals_dashboard.theme import (
-    ACTIONS,
-    ALERT_WORDS,
-    CHECKPOINT_WORDS,
-    HEALTH_WORDS,
-    STATE_WORDS,
-)
+from vitals_dashboard.theme import ACTIONS, ALERT_WORDS, CHECKPOINT_WORDS, HEALTH_WORDS, STATE_WORDS
 
 Row = dict[str, Any]
 

@@ -124,13 +124,3 @@ def headline(run: RunSummary, judged: RunVerdict | None) -> str:
     return formatting.plain(
         description if is_open or run.state != "running" else f"Resolved: {description}", 300
     )
-
-
-__all__ = [
-    "draw_verdict_panel",
-    "draw_verdict_strip",
-    "draw_verdict_timeline",
-    "headline",
-    "is_urgent",
-    "ticket_of",
-]

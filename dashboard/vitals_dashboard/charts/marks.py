@@ -12,13 +12,7 @@ from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from trainvitals.views import (
-    AlertView,
-    AnnotationView,
-    CheckpointView,
-    DecisionView,
-    SeriesReply,
-)
+from trainvitals.views import AlertView, AnnotationView, CheckpointView, DecisionView, SeriesReply
 from vitals_dashboard import formatting
 from vitals_dashboard.charts.scale import STEPS, StepScale
 from vitals_dashboard.theme import ACTIONS, NON_FINITE_COLOUR

@@ -81,12 +81,7 @@ def draw_chart_controls() -> ChartControls:
 def _draw_choice(label: str, options: Sequence[T], key: str) -> T:
     """Draw a choice of one of few; the first is what an address without it means."""
     selected = st.segmented_control(
-        label,
-        options,
-        default=options[0],
-        required=True,
-        key=key,
-        bind="query-params",
+        label, options, default=options[0], required=True, key=key, bind="query-params"
     )
     return selected if selected in options else options[0]
 

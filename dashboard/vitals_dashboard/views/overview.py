@@ -91,8 +91,7 @@ def _draw_body(source: DataSource, choice: RunFilter) -> None:
     if query.needs_configs or by.startswith(search.CONFIG):
         configs = configs_of(source.client, source.client.url, len(everything))
     runs = tables.sort_runs(
-        (run for run in everything if query.matches(run, configs.get(run.run_id, {}))),
-        choice.order,
+        (run for run in everything if query.matches(run, configs.get(run.run_id, {}))), choice.order
     )
     groups = search.grouped(runs, by, configs) if by else [("", runs)]
     _draw_run_list(source, choice, groups, num_runs=len(runs), num_all=len(everything))

@@ -142,9 +142,7 @@ def _draw_findings(source: DataSource, run: RunSummary) -> None:
     ]
     st.markdown(f"## Rank and node findings ({len(findings):,})")
     layout.draw_table(
-        tables.finding_rows(findings),
-        "Rank and node findings: none.",
-        key="rank_findings",
+        tables.finding_rows(findings), "Rank and node findings: none.", key="rank_findings"
     )
 
 

@@ -145,11 +145,7 @@ def _build_chart_context(
     source: DataSource, detail: RunDetail, options: ChartControls, happened: _RunEvents
 ) -> curves.ChartContext:
     """Return the view, with all events at their position along x."""
-    view = curves.ChartContext(
-        source=source,
-        detail=detail,
-        controls=options,
-    )
+    view = curves.ChartContext(source=source, detail=detail, controls=options)
     scale = curves.query_step_scale(view)
     if scale is None:
         st.caption(f"This run has no {options.axis} to draw along; steps are shown.")

@@ -428,6 +428,3 @@ def _answer(taken: OtlpPoints) -> bytes:
     why = taken.why.encode()[:1_000]
     inner = b"\x08" + encode_varint(taken.num_refused) + b"\x12" + encode_varint(len(why)) + why
     return b"\x0a" + encode_varint(len(inner)) + inner
-
-
-__all__ = ["MAX_NAMES", "OtlpIntake", "OtlpPoints", "Point", "decode_otlp_request", "otlp_router"]

@@ -277,6 +277,3 @@ def _encode_series(series: Series, value: bytes, unix_ms: int) -> bytes:
 def _encode_bytes_field(number: int, content: bytes) -> bytes:
     """Return a field that holds bytes (protobuf.dev, "Encoding")."""
     return encode_varint(number << 3 | 2) + encode_varint(len(content)) + content
-
-
-__all__ = ["RemoteWriter", "compress_snappy", "encode_write_request", "remote_writer"]

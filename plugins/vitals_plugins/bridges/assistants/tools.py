@@ -474,11 +474,7 @@ class RunTools:
         )
 
     def decisions(
-        self,
-        run: str = "",
-        from_step: int = 0,
-        to_step: int = MAX_STEP,
-        max_kb: int = DEFAULT_KB,
+        self, run: str = "", from_step: int = 0, to_step: int = MAX_STEP, max_kb: int = DEFAULT_KB
     ) -> str:
         """List what Vitals decided, latest first, with the evidence: values, limits, reasons.
 

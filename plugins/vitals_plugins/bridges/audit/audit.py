@@ -319,10 +319,7 @@ class _Trouble(NamedTuple):
 
 
 def _judge_ending(
-    alarm: LogAlarm,
-    log: Sequence[LoggedStep],
-    restarts: Sequence[int],
-    before: _Trouble | None,
+    alarm: LogAlarm, log: Sequence[LoggedStep], restarts: Sequence[int], before: _Trouble | None
 ) -> _Trouble | None:
     """Set how an alarm ended, from the log after it, and return the trouble it reported.
 
@@ -382,10 +379,7 @@ def _recovery_test(
 
 
 def _ending_at_log_end(
-    alarm: LogAlarm,
-    log: Sequence[LoggedStep],
-    onset: int,
-    is_back: Callable[[LoggedStep], bool],
+    alarm: LogAlarm, log: Sequence[LoggedStep], onset: int, is_back: Callable[[LoggedStep], bool]
 ) -> Ending:
     """Return how trouble ended that is not over by the log's end.
 
@@ -689,6 +683,3 @@ def _format_count(num: int, what: str) -> str:
 def _format_times(num: int) -> str:
     """Return a number of times as text for an audit: never, once, twice."""
     return {0: "never", 1: "once", 2: "twice"}.get(num, f"{num:,} times")
-
-
-__all__ = ["Audit", "LogAlarm", "audit", "audit_blocks"]

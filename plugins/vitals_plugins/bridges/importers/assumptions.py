@@ -140,6 +140,3 @@ def _format_records(records: int) -> str:
 def _format_times(num: int) -> str:
     """Return a number of times as text, for notes on an imported log."""
     return "once" if num == 1 else f"{num} times"
-
-
-__all__ = ["Assumed", "about", "assumptions", "unavailable_checks"]

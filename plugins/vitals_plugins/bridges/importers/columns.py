@@ -405,18 +405,3 @@ def _short_repr(value: object) -> str:
     """Return a cell of a log for an error message, cut to 40 characters."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-__all__ = [
-    "KNOWN",
-    "ColumnChoice",
-    "ImportedLog",
-    "ImportedRows",
-    "Role",
-    "add_record",
-    "choose_columns",
-    "normalize_column_name",
-    "parse_number",
-    "parse_step",
-    "parse_time",
-]  # fmt: skip

@@ -139,6 +139,3 @@ class _EpochStepCounter:
             self._epoch = epoch
         self._last = self._before.get(epoch, 0) + iteration
         return self._last
-
-
-__all__ = ["is_json_lines", "read_json_lines"]

@@ -37,10 +37,7 @@ FORMS = (
     _Form("DeepSpeed's output", re.compile(r"\bsteps: (?P<step>\d+) loss: ")),
     _Form("fairseq's output", re.compile(r"\bnum_updates(?:=|\": \"?)(?P<step>\d+)\b")),
     _Form("PyTorch's ImageNet output", re.compile(r"\bEpoch:? ?\[(?P<epoch>\d+)\]\s*" + _BATCH)),
-    _Form(
-        "OpenMMLab's output",
-        re.compile(r"\bEpoch\(train\)\s*\[(?P<epoch>\d+)\]" + _BATCH),
-    ),
+    _Form("OpenMMLab's output", re.compile(r"\bEpoch\(train\)\s*\[(?P<epoch>\d+)\]" + _BATCH)),
     _Form("OpenMMLab's output", re.compile(r"\bIter(?:\(train\))?\s*\[\s*(?P<step>\d+)/\d+\]")),
     _Form("timm's output", re.compile(r"\bTrain:\s+(?P<epoch>\d+)\s+" + _BATCH)),
     _Form("PyTorch's MNIST output", re.compile(r"\bTrain Epoch: (?P<epoch>\d+) " + _BATCH)),
@@ -181,6 +178,3 @@ def _parse_line(line: str) -> dict[str, object]:
                 cells[role] = value if scale == 1.0 else value * scale
                 break
     return cells
-
-
-__all__ = ["FORMS", "identify_format", "read_text_log", "unknown_text", "unreadable_format_name"]

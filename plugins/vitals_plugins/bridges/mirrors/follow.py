@@ -223,11 +223,7 @@ class RunFollower:
         """Add one scalar's new values to the rows."""
         reply = self._reader.ask(
             CurveQuestion(
-                run_id=self._run_id,
-                metric=metric,
-                branch="all",
-                from_step=span[0],
-                to_step=span[1],
+                run_id=self._run_id, metric=metric, branch="all", from_step=span[0], to_step=span[1]
             )
         )
         steps, ids, times = (
@@ -375,16 +371,3 @@ def _action_note(decision: Decision, time_unix_ns: int, lineage: _AttemptLineage
         title=f"Vitals: {decision.action} at step {decision.step}",
         text=printable(f"step {decision.step}: {decision_text(decision)}"),
     )
-
-
-__all__ = [
-    "ATTEMPT",
-    "SKIPPED",
-    "ActionNote",
-    "Cursor",
-    "Entry",
-    "EntryBatch",
-    "Fork",
-    "RunFollower",
-    "TrackerRow",
-]

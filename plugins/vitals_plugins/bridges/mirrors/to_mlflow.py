@@ -151,6 +151,3 @@ def _allowed(name: str) -> str:
 
 def _split_into_chunks(items: Sequence[Any], size: int) -> Iterable[Sequence[Any]]:
     return (items[at : at + size] for at in range(0, len(items), size))
-
-
-__all__ = ["MLflow"]

@@ -120,6 +120,3 @@ def otlp_name(name: str) -> str:
     """Return the name in OpenTelemetry: ``val_loss`` is ``train_scalar/val_loss``."""
     metric_name = name.replace("/", "_") if name.startswith(("train/", "vitals/")) else ""
     return metric_name or f"train_scalar/{_NOT_ALLOWED.sub('_', name)}"
-
-
-__all__ = ["Otlp", "otlp_name"]

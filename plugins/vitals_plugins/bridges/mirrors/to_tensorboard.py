@@ -239,6 +239,3 @@ class _TensorBoardFormat:
         """Yield all events of the files directly in a directory, in the files' order."""
         for path in sorted(folder.glob("*.vitals")):
             yield from self._loader(str(path)).Load()
-
-
-__all__ = ["ROLLED_BACK", "TensorBoard", "folder_name"]

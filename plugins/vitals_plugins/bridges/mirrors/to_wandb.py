@@ -148,6 +148,3 @@ def _row_key(cells: dict[str, Any]) -> Key:
     reserved_keys = (STEP, NOTE)  # a text is not read back
     names = sorted(name for name in cells if not name.startswith("_") and name not in reserved_keys)
     return int(cells.get(ATTEMPT, 0)), int(cells.get(STEP, 0)), tuple(names)
-
-
-__all__ = ["NOTE", "STEP", "WandB"]

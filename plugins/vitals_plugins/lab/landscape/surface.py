@@ -193,17 +193,3 @@ def losses_along(
             on_point()
         rows.append(tuple(row))
     return tuple(rows)
-
-
-__all__ = [
-    "MODES",
-    "Direction",
-    "LossSurface",
-    "Losses",
-    "Mode",
-    "copy_model_tensors",
-    "direction_to_weights",
-    "losses_along",
-    "open_loss_surface",
-    "random_directions",
-]

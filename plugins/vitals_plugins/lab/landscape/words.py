@@ -184,15 +184,3 @@ def _nonfinite_points_sentence(losses: Losses) -> Iterator[str]:
     if bad:
         total = sum(map(len, losses))
         yield f"{bad:,} of {total:,} points are not finite (NaN or infinite)."
-
-
-__all__ = [
-    "LineFacts",
-    "PathFacts",
-    "landscape_sentences",
-    "line_facts",
-    "middle_lines",
-    "num_nonfinite",
-    "path_facts",
-    "path_sentences",
-]
