@@ -1,8 +1,8 @@
 """Shared code of the two pages with heat maps: metrics, and drawing."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import streamlit as st
 
@@ -16,8 +16,7 @@ SHADES: dict[str, heatmap.Shade] = {"value": "size", "change": "change", "vs. ot
 """Labels, also used in the URL, of the color's meanings."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricChoice:
+class MetricChoice(NamedTuple):
     """One metric that can be drawn."""
 
     word: str

@@ -10,30 +10,17 @@ from vitals_dashboard import formatting, heatmap, heatmap_page, layout, straggle
 from vitals_dashboard.heatmap_page import MetricChoice
 from vitals_dashboard.source import DataSource
 
+_OTHERS_GRADIENTS = "Wait for the others' gradients of each rank"
 CHOICES = (
-    MetricChoice(
-        word="step time", metric="steps.step_duration_seconds", title="Step time of each rank"
-    ),
-    MetricChoice(word="loss", metric="steps.rank_loss", title="Loss of each rank"),
-    MetricChoice(word="memory", metric="steps.memory_peak_bytes", title="Peak memory of each rank"),
-    MetricChoice(
-        word="data wait", metric="steps.data_wait_seconds", title="Wait for data of each rank"
-    ),
-    MetricChoice(
-        word="communication",
-        metric="steps.communication_seconds",
-        title="Communication of each rank",
-    ),
-    MetricChoice(
-        word="gradient wait",
-        metric="steps.gradient_wait_seconds",
-        title="Wait for the others' gradients of each rank",
-    ),
-    MetricChoice(
-        word="temperature", metric="gpu.temperature_celsius", title="Temperature of each GPU"
-    ),
-    MetricChoice(word="power", metric="gpu.power_watts", title="Power of each GPU"),
-    MetricChoice(word="host memory", metric="node.memory_used_bytes", title="Memory of each node"),
+    MetricChoice("step time", "steps.step_duration_seconds", "Step time of each rank"),
+    MetricChoice("loss", "steps.rank_loss", "Loss of each rank"),
+    MetricChoice("memory", "steps.memory_peak_bytes", "Peak memory of each rank"),
+    MetricChoice("data wait", "steps.data_wait_seconds", "Wait for data of each rank"),
+    MetricChoice("communication", "steps.communication_seconds", "Communication of each rank"),
+    MetricChoice("gradient wait", "steps.gradient_wait_seconds", _OTHERS_GRADIENTS),
+    MetricChoice("temperature", "gpu.temperature_celsius", "Temperature of each GPU"),
+    MetricChoice("power", "gpu.power_watts", "Power of each GPU"),
+    MetricChoice("host memory", "node.memory_used_bytes", "Memory of each node"),
 )
 WAITS = ("steps.gradient_wait_seconds", "steps.communication_seconds")
 """Metrics of how long a rank waits for the others, the best first."""
@@ -55,7 +42,7 @@ def _draw_body(source: DataSource, run: RunSummary) -> None:
     choices = [choice for choice in CHOICES if choice.metric != waits]
     if waits:
         title = "Wait of each rank for the others; the rank that waits least is the slow one"
-        choices.insert(1, MetricChoice(word="wait for others", metric=waits, title=title))
+        choices.insert(1, MetricChoice("wait for others", waits, title))
     shown, shade, steps = heatmap_page.draw_heat_map_controls(choices, key="ranks", shade="value")
     _draw_stragglers(source, run, detail, steps, waits)
     if shown.metric == waits:
