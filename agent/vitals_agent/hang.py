@@ -30,6 +30,7 @@ from trainvitals.records import (
     RankActivity,
     RanksStill,
 )
+from vitals_agent.process import stat_fields
 from vitals_agent.restart import HungJob, JobProcess
 from vitals_agent.run import ServedRun
 from vitals_agent.sampling import Spawn, on_a_thread
@@ -322,10 +323,7 @@ def _latest_journals(tails: Iterable[JournalTail]) -> dict[int, JournalTail]:
 def _read_process_stats(pid: int, thread: int) -> _ProcessStats | None:
     """Return the system's data; None if the process does not exist."""
     try:
-        whole = _proc_stat_fields(f"/proc/{pid}/stat")
-        thread_stat = (
-            whole if thread == pid else _proc_stat_fields(f"/proc/{pid}/task/{thread}/stat")
-        )
+        whole, thread_stat = stat_fields(pid), stat_fields(pid, thread)
     except (OSError, IndexError):
         return None
     num_bytes = 0
@@ -339,11 +337,6 @@ def _read_process_stats(pid: int, thread: int) -> _ProcessStats | None:
         all_cpu_seconds=(int(whole[11]) + int(whole[12])) * _TICK,
         num_bytes=num_bytes,
     )
-
-
-def _proc_stat_fields(path: str) -> list[str]:
-    """Return the fields after the name, which may contain any characters."""
-    return Path(path).read_text(errors="replace").rpartition(")")[2].split()
 
 
 def _add_work(seen: _ObservedRank, process: _ProcessStats, now: float) -> None:
@@ -473,7 +466,7 @@ def exit_of(pid: int, fd: int) -> str:
 
 def _zombie_exit_status(pid: int) -> int | None:
     try:
-        fields = _proc_stat_fields(f"/proc/{pid}/stat")
+        fields = stat_fields(pid)
         return int(fields[49]) if fields[0] in "ZX" else None
     except (OSError, IndexError, ValueError):
         return None

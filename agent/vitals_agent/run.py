@@ -360,7 +360,7 @@ class ServedRun:
             del self._of_other_nodes[directory]
             local = self.folder.parent
             other = AgentStateDir(self.run_dir.agent_path(identity.node), local)
-            if not directory.is_dir() or other.is_held():
+            if not directory.is_dir() or other.is_held_by_another():
                 continue
             self._of_other_nodes.clear()
             text = (
