@@ -25,7 +25,7 @@ def log_goodput(history: ImportedLog) -> Goodput:
         raise UsageError(f"{history.source} has no step with a loss or a gradient norm")
     step = np.array([record.step for record in history.steps], np.int64)
     seconds, waited, at = (
-        np.array([_or_nan(value) for value in values])
+        np.array(values, np.float64)  # None becomes NaN
         for values in zip(
             *((r.step_seconds, r.data_seconds, r.time_seconds) for r in history.steps), strict=True
         )
@@ -128,8 +128,3 @@ def _undone(step: Ints, backs: Ints) -> Mask:
     for back in backs:
         undone[:back] |= step[:back] >= step[back]
     return undone
-
-
-def _or_nan(value: float | None) -> float:
-    """Return a number of an imported log's record; NaN for None."""
-    return float("nan") if value is None else value
