@@ -44,9 +44,7 @@ def parse_listen(listen: str) -> tuple[str, int]:
 class TokenGate:
     """Refuses requests without a token, and keeps the token for the tools.
 
-    Args:
-        app: the server's app.
-        token: the only valid token; "": the collector checks the token of each query.
+    With the token "", the collector checks the token of each query.
     """
 
     def __init__(self, app: App, token: str) -> None:
@@ -74,7 +72,6 @@ class TokenGate:
 
 
 async def _refuse(send: Send) -> None:
-    """Respond 401 to a request to the MCP server without a valid token."""
     text = "send a valid token: Authorization: Bearer TOKEN"
     headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
     await send({"type": "http.response.start", "status": 401, "headers": headers})
