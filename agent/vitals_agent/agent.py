@@ -328,7 +328,6 @@ class Agent:
         self._turned_at_ns = self._clock.monotonic_ns()
 
     def _hang_watch(self, run: ServedRun) -> HangWatch:
-        """Return the watch for hangs of a served run's ranks, created if needed."""
         watch = self._hangs.get(run.run_id)
         if watch is None:
             watch = self._hangs[run.run_id] = HangWatch(
@@ -538,7 +537,10 @@ class Agent:
             with self.faults.contained("discover"):
                 is_new = run_dir.is_ours and run_dir.run_id not in self.runs
                 if is_new and self._has_spool(run_dir):
-                    run = self._serve_run(run_dir.path, keep=self._may_be_history(run_dir))
+                    is_for_other = not self._is_for_our_collector(self._state_dir_of(run_dir))
+                    # The spool of a run for another collector may be its only history.
+                    keep = self._keeps_history or is_for_other
+                    run = self._serve_run(run_dir.path, keep=keep)
                     if run is not None and not (
                         run.spool.pending(1) or run.spool.may_be_asked_for()
                     ):
@@ -550,12 +552,7 @@ class Agent:
                     if is_new and self._is_orphaned(run_dir):
                         self._serve_run(run_dir.path, keep=self._keeps_history)
 
-    def _may_be_history(self, run_dir: RunDir) -> bool:
-        """Return whether an ended run's spool may be its only history."""
-        return self._keeps_history or not self._is_for_our_collector(self._state_dir_of(run_dir))
-
     def _is_for_our_collector(self, state_dir: AgentStateDir) -> bool:
-        """Return whether a spool's rows are for this agent's collector."""
         return bool(self.config.collector) and state_dir.destination() == self.config.collector
 
     def _state_dir_of(self, run_dir: RunDir) -> AgentStateDir:

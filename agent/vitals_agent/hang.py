@@ -71,11 +71,8 @@ class _WorkSample(NamedTuple):
     """Resource use and position of a rank's process at one check."""
 
     at: float
-    cpu_seconds: float
-    all_cpu_seconds: float
-    num_bytes: int
     where: str
-    state: str
+    process: _ProcessStats
 
 
 @dataclass(slots=True)
@@ -97,14 +94,7 @@ class _ObservedRank:
 
 
 class HangWatch:
-    """The ranks of one run on this node. For the agent's main thread.
-
-    Args:
-        run: run of the ranks, which also stores the findings.
-        exits: returns how processes ended.
-        config: how long ranks may wait.
-        spawn: starts calls that may hang.
-    """
+    """The ranks of one run on this node. For the agent's main thread."""
 
     def __init__(
         self,
@@ -127,8 +117,7 @@ class HangWatch:
     def check(self, now: float) -> None:
         """Check every rank; report what is new. Call before the journals are copied.
 
-        Args:
-            now: monotonic seconds.
+        ``now`` is in monotonic seconds.
         """
         tails = _latest_journals(self._run.tails.values())
         activities = {rank: self._observe_rank(tail, now) for rank, tail in tails.items()}
@@ -171,7 +160,6 @@ class HangWatch:
     # ----------------------------------------------------------------------------- reports
 
     def _report_findings(self, ranks: list[RankActivity], world_size: int) -> None:
-        """Report new findings of waits and hangs, and the end of a wait."""
         before = self._follower.verdict
         attempt = max((tail.last.attempt for tail in self._run.tails.values()), default=0)
         say = self._run.node_source.write_event
@@ -269,7 +257,6 @@ class HangWatch:
         )
 
     def _read_heartbeat(self, tail: JournalTail, seen: _ObservedRank, now: float) -> None:
-        """Update a rank's state from its heartbeat: step, phase, last progress."""
         try:
             word = read_heartbeat(tail.directory)
         except (OSError, VitalsError):
@@ -342,8 +329,7 @@ def _read_process_stats(pid: int, thread: int) -> _ProcessStats | None:
 def _add_work(seen: _ObservedRank, process: _ProcessStats, now: float) -> None:
     """Append a sample of a rank's CPU time and I/O; drop old ones."""
     where = "" if seen.word is None else seen.word.where
-    used = (process.cpu_seconds, process.all_cpu_seconds, process.num_bytes)
-    seen.work.append(_WorkSample(now, *used, where, process.state))
+    seen.work.append(_WorkSample(now, where, process))
     while len(seen.work) > 2 and now - seen.work[1].at >= ACTIVE_SECONDS:
         seen.work.popleft()
 
@@ -352,8 +338,8 @@ def _is_active(work: Sequence[_WorkSample], now: float) -> bool:
     """Return whether a hanging rank has computed, done I/O or moved in its code."""
     if len(work) < 2 or now - work[0].at < ACTIVE_SECONDS:
         return True  # too early to decide
-    first, last = work[0], work[-1]
-    seconds = last.at - first.at
+    seconds = work[-1].at - work[0].at
+    first, last = work[0].process, work[-1].process
     places = {each.where for each in work if each.where}
     return (
         last.cpu_seconds - first.cpu_seconds > ACTIVE_SHARE * seconds
@@ -361,7 +347,7 @@ def _is_active(work: Sequence[_WorkSample], now: float) -> bool:
         or last.num_bytes - first.num_bytes > ACTIVE_BYTES
         or len(places) > 1
         # In a call to a disk: a save that waits for it is indistinguishable from a lost one.
-        or any(each.state == "D" for each in work)
+        or any(each.process.state == "D" for each in work)
     )
 
 
@@ -418,7 +404,6 @@ class ExitWatch:
             self._fds = {}
 
     def _run(self) -> None:
-        """Wait in a thread for the end of the ranks' processes."""
         assert self._pipe is not None
         wake = self._pipe[0]
         while True:
