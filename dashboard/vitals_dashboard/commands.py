@@ -7,7 +7,6 @@ import streamlit as st
 from trainvitals.detect.registry import KINDS
 from trainvitals.errors import VitalsError
 from trainvitals.io.client import CollectorClient
-from trainvitals.policy.approval import WAITS_UNTIL
 from trainvitals.views import (
     AnnotationRequest,
     AnnotationView,
@@ -82,16 +81,6 @@ def proposed_command(view: DecisionView) -> Action | None:
     return "halt" if decision.action == "halt" else None
 
 
-def is_awaiting_approval(view: DecisionView) -> bool:
-    """Return whether a decision waits for approval. A decision that got a response records it."""
-    return WAITS_UNTIL in view.decision.evidence
-
-
-def veto_text(view: DecisionView, by: str, reason: str) -> str:
-    """Return the note that rejects a proposed decision."""
-    return f"{_decision_label(view)}: vetoed by {by}: {reason}"
-
-
 def decision_response(view: DecisionView, notes: tuple[AnnotationView, ...]) -> str:
     """Return a user's response to a decision; "" without one."""
     head = f"{_decision_label(view)}: "
@@ -156,7 +145,6 @@ def draw_accept_form(source: DataSource, run: RunSummary, step: int, *, key: str
 def _send_command(
     source: DataSource, control: CollectorClient, run: RunSummary, request: CommandRequest
 ) -> str:
-    """Send a manual command to a run; return the outcome as text."""
     who = layout.current_user() or "dashboard"
     try:
         sent = control.send_command(run.run_id, request, issued_by=who, keys=source.keys)
@@ -185,7 +173,7 @@ def draw_dismiss_form(source: DataSource, run: RunSummary, view: DecisionView, *
             if not (by.strip() and reason.strip()):
                 message = "Enter your name and a reason."
             else:
-                text = veto_text(view, by.strip(), reason.strip())
+                text = f"{_decision_label(view)}: vetoed by {by.strip()}: {reason.strip()}"
                 message = write_user_note(source.control, run, view.decision.step, text, by.strip())
                 message = message or "Dismissed; a note was saved."
         layout.draw_form_result(key, message)

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
+from trainvitals.views import RunDetail, SeriesRequest
 from vitals_dashboard import formatting
 from vitals_dashboard.source import POINTS, DataSource, forecast_of, last_value, series_of
 from vitals_dashboard.tables import Row
@@ -69,7 +69,6 @@ def _flatten_tree(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _format_value(value: Any) -> str:
-    """Return a setting's value as text for the dashboard's run comparison."""
     if isinstance(value, list | tuple):
         return formatting.plain(", ".join(map(str, value)), 200)
     return formatting.plain(str(value), 200)
@@ -98,7 +97,11 @@ def value_rows(
             )
     for word, most in (("lowest", min), ("highest", max)):
         values = [
-            most(_finite_values(of_run[0]), default=last_value(of_run[0])) for of_run in series
+            most(
+                (value for value in (reply.value if reply else ()) if value is not None),
+                default=last_value(reply),
+            )
+            for reply, *_ in series
         ]
         add(
             f"{formatting.plain(metric, 60)}, {word}",
@@ -118,8 +121,3 @@ def _behind(source: DataSource, first: RunDetail, other: RunDetail) -> str:
         return ""
     view = forecast_of(source, other.summary, first.summary.run_id)
     return "" if view.behind is None else formatting.plain(view.comparison_text(), 120)
-
-
-def _finite_values(reply: SeriesReply | None) -> list[float]:
-    """Return the finite values of a compared run's series."""
-    return [] if reply is None else [value for value in reply.value if value is not None]

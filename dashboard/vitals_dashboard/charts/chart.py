@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from trainvitals.views import Along, DecisionView, DifferenceReply
+from trainvitals.views import DecisionView, DifferenceReply
 from vitals_dashboard.charts.lines import (
     ChartCurve,
     ChartLine,
     chart_text,
     curves_of,
-    display_unit,
     group_curves,
 )
 from vitals_dashboard.charts.marks import ChartMark, decision_marks, merge_marks, nonfinite_marks
 from vitals_dashboard.charts.scale import STEPS, TIMES, Axis, StepScale, token_size
+from vitals_dashboard.theme import UNITS
 
 Size = Literal["full", "half", "quarter"]
 """Of the page's width; on a phone, one chart per row."""
@@ -68,20 +68,8 @@ def step_chart(
 ) -> Chart:
     """Return a chart over steps, with decisions, other marks and non-finite steps on it.
 
-    Args:
-        title: title of the chart.
-        lines: the curves; those of the role ``limit`` are drawn as limits.
-        decisions: drawn as marks; those outside the extent are omitted, as others are.
-        others: marks of other kinds.
-        attempts: numbers by id, for the text of non-finite steps.
-        log: whether y is logarithmic.
-        exact: whether the y axis must hold every value.
-        note: shown next to the number of points.
-        extent: first and last step shown.
-        show_unit: whether the title names the unit.
-        scale: positions of steps along x.
-        size: its part of the page's width.
-        height: of the curves' area with its axis, in pixels.
+    Lines of the role ``limit`` are drawn as limits. Marks outside of ``extent``, the first and last
+    step shown, are omitted. ``attempts`` has their numbers by id, for the text of non-finite steps.
     """
     marks = [*decision_marks(decisions, scale), *others]
     measured = [line.reply for line in lines if line.role in ("main", "part", "discarded")]
@@ -116,12 +104,7 @@ def time_chart(
 ) -> Chart:
     """Return a chart over wall time: of a GPU's or a node's samples, which have no step.
 
-    Args:
-        title: title of the chart.
-        lines: the curves.
-        extent: first and last time shown, in milliseconds.
-        size: its part of the page's width.
-        height: of the curves' area with its axis, in pixels.
+    ``extent`` is the first and last time shown, in milliseconds.
     """
     return Chart(
         title=_with_unit(title, lines),
@@ -190,15 +173,13 @@ def difference_chart(
 ) -> Chart:
     """Return each other run's difference to the first, where both have steps.
 
-    Args:
-        title: title of the chart.
-        lines: the runs' curves, the first one first.
-        differences: of each of the others to the first.
-        height: of the curves' area with its axis, in pixels.
+    The first of ``lines`` is that of the first run.
     """
     first, *rest = lines
     scale = _scale_of(lines)
     note = f"above 0: more than {first.label}"
+    # The divisor of x for an axis in tokens or in hours.
+    sizes = {"tokens": token_size(scale.unit), "time": 3.6e6}
     note += "; interpolated where steps differ" * any(d.is_interpolated for d in differences)
     return Chart(
         title=chart_text(title),
@@ -206,7 +187,7 @@ def difference_chart(
             ChartCurve(
                 name=line.label,
                 colour=number,
-                x=[x / _axis_unit_size(difference.along, scale.unit) for x in difference.x],
+                x=[x / sizes.get(difference.along, 1.0) for x in difference.x],
                 y=difference.value,
                 num_total=difference.num_total,
             )
@@ -219,11 +200,6 @@ def difference_chart(
         note=note,
         height=height,
     )
-
-
-def _axis_unit_size(along: Along, unit: str) -> float:
-    """Return the divisor of x values for an axis in tokens or in hours."""
-    return {"tokens": token_size(unit), "time": 3.6e6}.get(along, 1.0)
 
 
 def _scale_of(lines: Sequence[ChartLine]) -> StepScale:
@@ -253,6 +229,6 @@ def _axis_width(ends: tuple[float, float] | None, curves: Sequence[ChartCurve]) 
 
 
 def _with_unit(title: str, lines: Sequence[ChartLine]) -> str:
-    """Return a chart's title with the displayed unit of its lines."""
-    unit = display_unit(lines[0].reply.unit)[0] if lines else ""
+    base = lines[0].reply.unit if lines else ""
+    unit = UNITS.get(base, (base, 1.0))[0]
     return chart_text(f"{title}, {unit}" if unit else title)

@@ -53,17 +53,7 @@ def _draw_controls() -> RunFilter:
         max_chars=400,
         icon=":material/search:",
     )
-    group = st.selectbox(
-        "Group by",
-        search.GROUPS,
-        index=None,
-        key="group",
-        bind="query-params",
-        placeholder="Group by (or type config.KEY)",
-        label_visibility="collapsed",
-        accept_new_options=True,
-        width=230,
-    )
+    group = layout.draw_group_choice("Group by", search.GROUPS, "group", "Group by")
     order = st.selectbox(
         "Order",
         list(tables.ORDERS),
@@ -72,11 +62,10 @@ def _draw_controls() -> RunFilter:
         label_visibility="collapsed",
         width=170,
     )
-    return RunFilter(text=str(text or ""), group=str(group or "").strip(), order=str(order))
+    return RunFilter(text=str(text or ""), group=group, order=str(order))
 
 
 def _draw_body(source: DataSource, choice: RunFilter) -> None:
-    """Draw the body of the fleet page: totals, and the runs that match."""
     everything = source.client.ask(RunsQuestion())
     if not everything:
         placeholders.no_runs()
@@ -212,7 +201,6 @@ def _had_trouble(run: RunSummary) -> bool:
 
 
 def _loss_sparklines(source: DataSource, runs: Sequence[RunSummary]) -> dict[str, str]:
-    """Return a small image of each run's loss curve, for the run list."""
     curves, look = {}, layout.current_palette()
     for run in runs:
         grown = max(1, run.last_step // CURVE_STEPS)
