@@ -54,13 +54,8 @@ Series = tuple[tuple[str, str], ...]
 class RemoteWriter:
     """Collects samples periodically, and pushes the waiting ones.
 
-    Args:
-        url: destination; it may contain a user and a password.
-        collector: returns the samples, as at a scrape.
-        counters: gets the outcome of each push.
-        clock: timestamps of samples, and retries.
-        leads: whether this collector pushes: of several on one database one does.
-        transport: HTTP transport; None: pinned to the address that was checked.
+    ``leads``: whether this collector pushes, because of several on one database one does. Without a
+    ``transport``, connections are pinned to the address that was checked.
     """
 
     def __init__(
@@ -122,9 +117,8 @@ class RemoteWriter:
 
     def _collect_samples(self) -> None:
         values = dict(_iterate_run_samples(self._collector))
-        body = encode_write_request(
-            values, ended=self._last - values.keys(), unix_ms=self._unix_ms()
-        )
+        unix_ms = self._clock.time_ns() // 1_000_000
+        body = encode_write_request(values, ended=self._last - values.keys(), unix_ms=unix_ms)
         self._last = set(values)
         if not body:
             return
@@ -132,9 +126,6 @@ class RemoteWriter:
             self._waiting.popleft()
             self._count("dropped")
         self._waiting.append(body)
-
-    def _unix_ms(self) -> int:
-        return self._clock.time_ns() // 1_000_000
 
     def _push(self, body: bytes) -> bool:
         """Push one body; False: retry later."""
@@ -171,7 +162,6 @@ class RemoteWriter:
             return answer.status_code, ""
 
     def _try_again(self, reason: str) -> bool:
-        """Schedule another push of the samples, after a growing pause."""
         self._count("retried")
         self._num_failures += 1
         if self._num_failures == 1:
@@ -181,7 +171,6 @@ class RemoteWriter:
         return False
 
     def _count(self, outcome: str) -> None:
-        """Count a push of samples by its outcome."""
         with self._counters.lock:
             self._counters.remote_writes[outcome] += 1
 
@@ -243,7 +232,11 @@ def encode_write_request(
     values: dict[Series, float], *, ended: Iterable[Series], unix_ms: int
 ) -> bytes:
     """Return the WriteRequest of these samples, and of the end of series; b"" if empty."""
-    bits = [(series, struct.pack("<d", _normalize_nan(value))) for series, value in values.items()]
+    bits = [
+        # The ordinary NaN: other NaN bits may mark the end of a series.
+        (series, struct.pack("<d", math.nan if math.isnan(value) else value))
+        for series, value in values.items()
+    ]
     bits += [(series, _STALE) for series in ended]
     return b"".join(
         _encode_bytes_field(1, _encode_series(series, value, unix_ms)) for series, value in bits
@@ -255,11 +248,6 @@ def compress_snappy(body: bytes) -> bytes:
     import cramjam  # of the extra remote-write
 
     return bytes(cramjam.snappy.compress_raw(body))
-
-
-def _normalize_nan(value: float) -> float:
-    """Return the value, or the ordinary NaN: some NaN bits mark the end of a series."""
-    return math.nan if math.isnan(value) else value
 
 
 def _encode_series(series: Series, value: bytes, unix_ms: int) -> bytes:

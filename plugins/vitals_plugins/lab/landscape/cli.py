@@ -17,10 +17,10 @@ from trainer_hooks.recovery.checkpoints import manifest as manifests
 from trainer_hooks.recovery.checkpoints.find import RUNS, find_checkpoints
 from trainvitals.cli.options import VitalsDir
 from trainvitals.cli.output import Format, write_json, write_rows
-from trainvitals.errors import FormatError, MissingDependencyError, StorageError, UsageError
-from trainvitals.io.private import replace_file
+from trainvitals.errors import FormatError, MissingDependencyError, UsageError
 from trainvitals.jsonable import to_json
 from trainvitals.printable import name_type
+from vitals_collector.cli.writing import write_file
 from vitals_plugins.lab.landscape.picture import draw_landscape
 from vitals_plugins.lab.landscape.words import (
     landscape_sentences,
@@ -147,7 +147,7 @@ def landscape(
     )
     raw = msgspec.json.format(to_json(body), indent=2) + b"\n"
     for path, content in zip(files, (raw, drawn.encode()), strict=True):
-        _write_output(path, content, force=force)
+        write_file(path, content, force=force)
     if form is Format.JSON:
         write_json(body)
     elif form is Format.CSV:
@@ -250,29 +250,12 @@ def _surface_facts(
 
 
 def _point_rows(places: Sequence[float], losses: Losses) -> list[tuple[float, float, float]]:
-    """Return a row for each point of a loss landscape: its positions and loss."""
     ups = places if len(losses) > 1 else (0.0,)
     return [
         (along, up, loss)
         for up, row in zip(ups, losses, strict=True)
         for along, loss in zip(places, row, strict=True)
     ]
-
-
-def _write_output(path: Path, content: bytes, *, force: bool) -> None:
-    """Write a file of a loss landscape, unless it exists with other content."""
-    try:
-        if path.is_file() and not force and path.read_bytes() != content:
-            raise UsageError(
-                f"{path} exists and its content differs",
-                hint="write to another file with --output, or overwrite it with --force",
-            )
-        replace_file(path, content)
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written: {error.strerror or error}",
-            hint="choose a name in an existing folder that you may write to: --output",
-        ) from error
 
 
 # ------------------------------------------------------------------------- batches and weights
@@ -334,7 +317,6 @@ def _load_checkpoint(checkpoint: str, step: int, directory: Path, model: nn.Modu
 
 
 def _load_end(to: str, checkpoint: str, directory: Path, model: nn.Module) -> str:
-    """Load the other end of a loss landscape's path into the model; return its name."""
     if to.isdecimal() and not Path(to).is_file():
         if Path(checkpoint).expanduser().is_file():
             raise UsageError(
@@ -368,7 +350,6 @@ def _load_file(path: Path, model: nn.Module) -> None:
 
 
 def _state_in(path: Path) -> dict[str, Tensor]:
-    """Read the state dict of a loss landscape's checkpoint file."""
     import torch
     from torch import Tensor
 
