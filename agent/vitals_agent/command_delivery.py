@@ -59,14 +59,8 @@ class CommandDelivery:
 
     The collector is not trusted: its commands must carry the signature of an operator's control
     key, and only then are they signed here with the run's key. A command in a file must carry that
-    signature already: write access to a directory is not permission to control a run.
-
-    Args:
-        client: the collector; None without one.
-        keys: directory of ``control.pub``.
-        backoff: pause between requests after a failure.
-        clock: provides the current time.
-        faults: counts refused commands.
+    signature already: write access to a directory is not permission to control a run. ``keys`` is
+    the directory of ``control.pub``.
     """
 
     def __init__(
@@ -117,7 +111,6 @@ class CommandDelivery:
     def _collect_commands(
         self, run: ServedRun, desk: _RunCommands, now: float, *, reachable: bool
     ) -> None:
-        """Poll the collector and the run directory for new commands."""
         # One agent takes the files of a directory that all nodes share.
         files = run.run_dir.take_commands() if run.holds_mailbox else []
         commands = [(command, True) for command in files]
@@ -223,6 +216,5 @@ class CommandDelivery:
                 self._faults.record("relay", error)  # it is reported again at the next poll
 
     def _report_delivery(self, run: ServedRun, number: int) -> None:
-        """Report to the collector that a command is in rank 0's mailbox."""
         if self._client is not None:
             self._client.mark_delivered(run.run_id, number, run.rank0_incarnation)

@@ -126,8 +126,6 @@ class MetricsServer:
 def _build_handler_class(
     exposed: MetricsSource, registry: CollectorRegistry, token: str
 ) -> type[BaseHTTPRequestHandler]:
-    """Return the HTTP handler of the agent's ``/metrics`` and ``/healthz``."""
-
     class Handler(BaseHTTPRequestHandler):
         server_version = "vitals-agent"
         sys_version = ""
@@ -183,7 +181,6 @@ def _build_handler_class(
 def _samples_from_columns(
     specs: Iterable[MetricSpec], values: Mapping[str, Value], labels: tuple[str, ...]
 ) -> Iterator[MetricSample]:
-    """Return a row's values as samples for the agent's ``/metrics``."""
     for spec in specs:
         value = values.get(spec.column)
         if isinstance(value, int | float):  # an unmeasured column has no sample at all

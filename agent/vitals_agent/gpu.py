@@ -55,9 +55,7 @@ class _GpuDevice:
 class GpuSampler:
     """Reads every GPU of the node, and every MIG instance of those that are divided.
 
-    Args:
-        nvml: a module like ``pynvml``, or None to import the real one.
-        clock: stamps the samples.
+    ``nvml`` is a module like ``pynvml``; None imports the real one.
 
     NVML is initialized at the first sample, not here. If that fails, ``absent`` contains the reason
     and there is no further attempt: a driver does not appear under a running job. Any call may take
@@ -150,7 +148,6 @@ class GpuSampler:
         return devices
 
     def _note_no_gpus(self, why: str) -> None:
-        """Record why the agent samples no GPUs."""
         self.absent = why
         self.notes = (*self.notes, Note(code="no_gpu", text=f"no GPU samples: {why}"))
 

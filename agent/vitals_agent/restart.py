@@ -68,13 +68,7 @@ def process_start_ticks(pid: int) -> int:
 
 
 class HungJob:
-    """The job of one run on this node, whose ranks are all here.
-
-    Args:
-        run: run of the job, which also stores the reports.
-        config: required duration of a page, and the budget.
-        clock: timestamps of the budget.
-    """
+    """The job of one run on this node, whose ranks are all here."""
 
     def __init__(self, run: ServedRun, config: HangConfig, clock: Clock) -> None:
         self._run = run
@@ -103,11 +97,7 @@ class HungJob:
     ) -> None:
         """End the job if it is time; continue an end that has started.
 
-        Args:
-            verdict: verdict of this check.
-            ranks: input of the verdict.
-            processes: the job's processes at this check.
-            now: monotonic seconds.
+        All arguments are those of one check; ``now`` is in monotonic seconds.
         """
         if self._kill_at is not None:
             self._kill_if_due(processes, now)
@@ -160,7 +150,6 @@ class HungJob:
         self._run.node_source.write_event(note, step=verdict.step, attempt=attempt)
 
     def _write_decision(self, verdict: HangVerdict, budget_left: int) -> None:
-        """Write the entry of the decision log."""
         hang_duration = humanize_seconds(self._config.restart_seconds)
         tails = self._run.tails.values()
         decision = Decision(
@@ -191,5 +180,4 @@ class HungJob:
         self._kill_at = None
 
     def _latest_attempt(self) -> int:
-        """Return the latest attempt of the job that hangs."""
         return max((tail.last.attempt for tail in self._run.tails.values()), default=0)

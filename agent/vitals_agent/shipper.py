@@ -452,7 +452,6 @@ class Shipper:
         raw: bytes,
         now: float,
     ) -> None:
-        """Send a refused batch to the collector again."""
         self.num_resent_batches += 1
         try:
             # Without a query: all earlier batches were sent before it.
@@ -507,7 +506,6 @@ def _read_batch(spool: Spool, batch: _InFlightBatch) -> bytes | None:
 
 
 def _refusal_reply(error: FormatError) -> IngestReply:
-    """Return the error of a refused batch as a reply."""
     return IngestReply(durable_seq=-1, num_new=0, num_duplicate=0, code=error.code, text=error.text)
 
 

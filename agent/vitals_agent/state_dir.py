@@ -222,8 +222,7 @@ class AgentStateDir:
     def num_waiting(self, most: int | None = None) -> int:
         """Return the number of rows in the spool without an acknowledgement; needs no lock.
 
-        Args:
-            most: stop to count there.
+        ``most`` is the number at which counting stops.
 
         Raises:
             OSError: the spool cannot be read.

@@ -100,10 +100,7 @@ class ChartFeed:
     ) -> list[ChartLine | None]:
         """Return the series, or only the rows after those that the browser has.
 
-        Args:
-            source: of the collector.
-            detail: of the run.
-            requests: for each its name, the request and the role.
+        ``requests`` has for each its name, the request and the role.
         """
         seen = detail.summary.last_seen_unix_ns
         due = {
@@ -305,7 +302,6 @@ def _drop_request_range(request: SeriesRequest) -> SeriesRequest:
 
 
 def _point_rows(reply: SeriesReply | None) -> list[Row]:
-    """Return the points of a series as rows of step, time, attempt and value."""
     if reply is None:
         return []
     return list(zip(reply.step, reply.time_unix_ns, reply.attempt, reply.value, strict=True))
@@ -350,7 +346,6 @@ def _build_series_reply(sent: _Sent, reply: SeriesReply | None, rows: Sequence[R
 
 
 def _charts_within_limit(charts: Sequence[Chart]) -> tuple[list[Chart], int]:
-    """Return the charts whose points fit on the page, and how many do not."""
     num_points, fitting = 0, []
     for chart in charts:
         if num_points + chart.num_points <= MAX_POINTS:
@@ -374,7 +369,6 @@ def _layout(chart: Chart) -> Wire:
 
 
 def _whole_curve(curve: ChartCurve) -> Wire:
-    """Return a whole curve as JSON for the browser's chart component."""
     x = [_integer_if_whole(x_value) for x_value in curve.x]
     is_whole = all(isinstance(x_value, int) for x_value in x)
     wire: Wire = {
@@ -417,7 +411,6 @@ def _wire_mark(mark: SentMark, places: int) -> list[Any]:
 
 
 def _mount_component(feed: ChartFeed, message: Wire, zoomed: Zoomed | None) -> None:
-    """Mount the dashboard's chart component in the page with its message."""
     charts_key = f"charts_{feed.key}"
 
     def ranged() -> None:

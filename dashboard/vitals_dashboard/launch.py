@@ -261,14 +261,8 @@ def run_child_program(
 ) -> Iterator[DashboardProgram]:
     """Run a child process of `vitals dashboard`, with its output in ``log``.
 
-    It ends if this process is killed.
-
-    Args:
-        name: name in messages.
-        command: an interpreter's ``-m`` with a module and its arguments.
-        log: file of its output.
-        environ: its environment.
-        inherits: open files that it gets as well.
+    It ends if this process is killed. ``command`` is an interpreter's ``-m`` with a module and its
+    arguments; ``inherits`` are open files that the process gets as well.
     """
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -229,7 +229,6 @@ def reader_tokens(path: Path) -> CollectorTokens:
 
 
 def _read_line(path: Path) -> str:
-    """Return the first line of a file, such as a Grafana token."""
     try:
         text = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -240,7 +239,6 @@ def _read_line(path: Path) -> str:
 
 
 def _write_and_print(directory: Path, files: dict[str, str], *, force: bool) -> None:
-    """Write generated deployment files, and print their paths."""
     for path in write_files(directory, files, force=force):
         typer.echo(path)
 

@@ -170,10 +170,7 @@ def nonfinite_marks(
 ) -> list[ChartMark]:
     """Return a mark for every non-finite step of the series.
 
-    Args:
-        replies: the series.
-        scale: positions of steps.
-        attempts: numbers by id; a mark names its own if it is known.
+    ``attempts`` has their numbers by id; a mark names its own if it is known.
     """
     seen: dict[tuple[int, int, str, str], float] = {}
     for reply in replies:
@@ -202,11 +199,7 @@ def merge_marks(marks: Sequence[ChartMark], width: float) -> list[ChartMark]:
     """Return the marks, sorted, with indistinguishable ones of one kind merged.
 
     Merged groups change only where marks are added, until ``width`` has doubled: marks in the
-    browser stay valid.
-
-    Args:
-        marks: of any kinds.
-        width: visible width along x.
+    browser stay valid. ``width`` is the visible width along x.
     """
     apart = 2.0 ** math.ceil(math.log2(width / PARTS)) if width > 0 else 1.0
     groups: dict[tuple[str, int], list[ChartMark]] = {}

@@ -25,7 +25,6 @@ def render() -> None:
 
 
 def _draw_body(source: DataSource, run: RunSummary) -> None:
-    """Draw the body of the checkpoints page."""
     every = source.client.ask(CheckpointsQuestion(run_id=run.run_id))
     if not every:
         st.caption(
@@ -91,7 +90,6 @@ def rollback_target(every: Sequence[CheckpointView]) -> CheckpointView | None:
 
 
 def _draw_totals(every: Sequence[CheckpointView]) -> None:
-    """Draw a run's numbers of checkpoints by state, and their sizes."""
     stored = [c for c in every if c.state not in ("retired", "bad")]
     memory, disk = (sum(c.num_bytes for c in stored if c.where == w) for w in ("memory", "disk"))
     values = (

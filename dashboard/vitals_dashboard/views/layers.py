@@ -26,7 +26,6 @@ def render() -> None:
 
 
 def _draw_body(source: DataSource, run: RunSummary) -> None:
-    """Draw the body of a run's layers page."""
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
     choice, shade, steps = heatmap_page.draw_heat_map_controls(
         CHOICES, key="layers", shade="change"

@@ -36,7 +36,6 @@ def render() -> None:
 
 
 def _draw_body(source: DataSource, run: RunSummary) -> None:
-    """Draw the body of a run's ranks page."""
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
     waits = next((metric for metric in WAITS if metric in detail.metrics), "")
     choices = [choice for choice in CHOICES if choice.metric != waits]

@@ -24,12 +24,8 @@ def draw_landscape(
 ) -> str:
     """Return the plot: a curve for one row, a color map for several.
 
-    Args:
-        places: along each direction.
-        losses: rows of the second direction; one row is a line.
-        title: above it.
-        along: label of the x-axis.
-        lines: sentences below that.
+    ``losses`` are rows of the second direction; one row is a line. ``along`` is the label of the
+    x-axis, and ``lines`` are sentences below it.
     """
     finite = PlotColumn()
     for loss in (loss for row in losses for loss in row if math.isfinite(loss)):
@@ -62,7 +58,6 @@ def draw_landscape(
 
 
 def _draw_curve(places: Sequence[float], losses: Sequence[float], axis: ValueScale) -> list[Node]:
-    """Return the SVG nodes of a loss landscape along one direction."""
     what = "loss (logarithmic)" if axis.is_log else "loss"
     parts = [_draw_text(4, -8, what)]
     parts += [
@@ -127,12 +122,10 @@ def _x_position(places: Sequence[float], place: float) -> float:
 
 
 def _y_position(axis: ValueScale, loss: float) -> float:
-    """Return the y of a loss in a loss landscape's plot."""
     return 10 + (1.0 - axis.part(loss)) * (_SIZE - 20)
 
 
 def _color(part: float) -> str:
-    """Return the color of a loss on a landscape's map, for a part from 0 to 1."""
     at = min(max(part, 0.0), 1.0) * (len(_COLORS) - 1)
     low = min(int(at), len(_COLORS) - 2)
     pairs = zip(_COLORS[low], _COLORS[low + 1], strict=True)

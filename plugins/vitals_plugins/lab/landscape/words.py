@@ -37,10 +37,8 @@ class LineFacts(NamedTuple):
 def line_facts(places: Sequence[float], losses: Sequence[float], within: float) -> LineFacts | None:
     """Return facts about the loss along a line; None if its middle is non-finite.
 
-    Args:
-        places: rising and evenly spaced; one of them is 0.
-        losses: one for each.
-        within: share of the middle's loss.
+    ``places`` are rising and evenly spaced, one of them 0; ``within`` is a share of the middle's
+    loss.
     """
     middle = min(range(len(places)), key=lambda i: abs(places[i]))
     centre = losses[middle]

@@ -88,7 +88,6 @@ def _import_module(name: str) -> Any:
 
 
 def _import_file(path: Path) -> Any:
-    """Import the user's file as a module, for a replay or a loss landscape."""
     if not path.is_file():
         raise UsageError(f"{path} is not a file", hint="--entry train.py:build, from where it is")
     sys.path.insert(0, str(path.absolute().parent))  # for imports from its own directory
