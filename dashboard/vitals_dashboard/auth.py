@@ -212,7 +212,7 @@ class BrowserSessions:
         return bool(session.code) and self._now() < session.code_until
 
     def redeem(self, session: BrowserSession, token: str) -> bool:
-        """Give the session control if this is its code; a code is valid once, for few tries."""
+        """Give the session control if this is its code, valid once and for a few attempts."""
         text = "".join(token.split()).replace("-", "").upper()
         with self._lock:
             if not self.has_code(session):

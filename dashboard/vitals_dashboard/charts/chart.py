@@ -18,7 +18,7 @@ from vitals_dashboard.charts.scale import STEPS, TIMES, Axis, StepScale, token_s
 from vitals_dashboard.theme import UNITS
 
 Size = Literal["full", "half", "quarter"]
-"""Of the page's width; on a phone, one chart per row."""
+"""Relative to the width of the page; on a phone, one chart per row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ def difference_chart(
 ) -> Chart:
     """Return each other run's difference to the first, where both have steps.
 
-    The first of ``lines`` is that of the first run.
+    ``lines`` starts with the first run.
     """
     first, *rest = lines
     scale = _scale_of(lines)

@@ -86,7 +86,7 @@ def _draw_stragglers(
     span = (max(steps[0] or 0, last - LAST_STEPS + 1), last)
     metrics = ["steps.step_duration_seconds", *([waits] if waits else [])]
     reply, *waited = (
-        # Of two attempts a cell would have the slower one.
+        # With two attempts, a cell would have the slower one.
         heatmap_page.query_cells(source, run, metric, span, points=LAST_STEPS, branch="lineage")
         for metric in metrics
     )
