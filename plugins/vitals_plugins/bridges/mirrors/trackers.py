@@ -9,14 +9,16 @@ from vitals_plugins.bridges.mirrors.worker import RunDescription, Tracker, Track
 
 _CLASSES = {
     "tensorboard": (
-        *("TensorBoard", "tensorboard.backend.event_processing.event_file_loader"),
+        "TensorBoard",
+        "tensorboard.backend.event_processing.event_file_loader",
         "to TensorBoard needs the package tensorboard",
     ),
     "wandb": ("WandB", "wandb", "to Weights & Biases needs the package wandb"),
     "mlflow": ("MLflow", "mlflow.entities", "to MLflow needs the package mlflow or mlflow-skinny"),
     "trackio": ("Trackio", "trackio.sqlite_storage", "to trackio needs the package trackio"),
     "otlp": (
-        *("Otlp", "opentelemetry.exporter.otlp.proto.http.metric_exporter"),
+        "Otlp",
+        "opentelemetry.exporter.otlp.proto.http.metric_exporter",
         "over OTLP needs the package opentelemetry-exporter-otlp-proto-http",
     ),
 }
