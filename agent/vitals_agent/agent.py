@@ -328,6 +328,7 @@ class Agent:
         self._turned_at_ns = self._clock.monotonic_ns()
 
     def _hang_watch(self, run: ServedRun) -> HangWatch:
+        """Return the watch for hangs of a served run's ranks, created if needed."""
         watch = self._hangs.get(run.run_id)
         if watch is None:
             watch = self._hangs[run.run_id] = HangWatch(

@@ -204,6 +204,7 @@ def _linger(config: "AgentConfig", endpoint: "CollectorEndpoint", hours: float) 
 
 
 def _mirror_source_options(collector: str, token_file: Path | None) -> tuple[str, ...]:
+    """Return the options with which a mirror reads from the agent's collector."""
     tokens = () if token_file is None else ("--token-file", str(token_file.absolute()))
     return ("--collector", _canonical_collector(collector), *tokens)
 

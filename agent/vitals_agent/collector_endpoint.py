@@ -36,7 +36,12 @@ TIMEOUT_SECONDS = 3.0
 
 
 class AgentClient(CollectorClient):
-    """A collector's API over one persistent connection. Thread-safe: one request at a time."""
+    """A collector's API over one persistent connection. Thread-safe: one request at a time.
+
+    Args:
+        address: URL and ingest token of the collector.
+        timeout: seconds for each of connecting, sending and waiting.
+    """
 
     def __init__(self, address: CollectorAddress, *, timeout: float = TIMEOUT_SECONDS) -> None:
         tls = address.tokens.tls

@@ -216,5 +216,6 @@ class CommandDelivery:
                 self._faults.record("relay", error)  # it is reported again at the next poll
 
     def _report_delivery(self, run: ServedRun, number: int) -> None:
+        """Report to the collector that a command is in rank 0's mailbox."""
         if self._client is not None:
             self._client.mark_delivered(run.run_id, number, run.rank0_incarnation)

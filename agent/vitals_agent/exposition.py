@@ -126,6 +126,8 @@ class MetricsServer:
 def _build_handler_class(
     exposed: MetricsSource, registry: CollectorRegistry, token: str
 ) -> type[BaseHTTPRequestHandler]:
+    """Return the HTTP handler of the agent's ``/metrics`` and ``/healthz``."""
+
     class Handler(BaseHTTPRequestHandler):
         server_version = "vitals-agent"
         sys_version = ""

@@ -94,7 +94,14 @@ class _ObservedRank:
 
 
 class HangWatch:
-    """The ranks of one run on this node. For the agent's main thread."""
+    """The ranks of one run on this node. For the agent's main thread.
+
+    Args:
+        run: run of the ranks, which also stores the findings.
+        exits: returns how processes ended.
+        config: how long ranks may wait.
+        spawn: starts calls that may hang.
+    """
 
     def __init__(
         self,
@@ -404,6 +411,7 @@ class ExitWatch:
             self._fds = {}
 
     def _run(self) -> None:
+        """Wait in a thread for the end of the ranks' processes."""
         assert self._pipe is not None
         wake = self._pipe[0]
         while True:

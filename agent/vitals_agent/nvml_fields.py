@@ -76,6 +76,7 @@ def _read_columns(nvml: Any, handle: Any, readers: tuple[_Reader, ...]) -> dict[
 
 
 def _lost_errors(nvml: Any) -> tuple[type[Exception], ...]:
+    """Return NVML's exceptions for a lost GPU."""
     names = ("NVMLError_GpuIsLost", "NVMLError_ResetRequired")
     return tuple(getattr(nvml, name) for name in names if hasattr(nvml, name))
 

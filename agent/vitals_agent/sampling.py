@@ -34,6 +34,11 @@ class DetachedCall(Generic[T]):
     """Makes one call at a time; the caller polls for the result.
 
     For one owner. If a call never returns, no other one is started: at most one thread is lost.
+
+    Args:
+        name: name of the thread.
+        call: may take any time.
+        spawn: replaced in tests by a function that calls at once.
     """
 
     def __init__(self, name: str, call: Callable[[], T], *, spawn: Spawn = on_a_thread) -> None:

@@ -68,7 +68,12 @@ class _StackRequest:
 
 
 class StackTaker:
-    """The stacks of one run's ranks on this node. For the agent's main thread."""
+    """The stacks of one run's ranks on this node. For the agent's main thread.
+
+    Args:
+        run: run of the ranks, which also stores the stacks.
+        spawn: starts calls that may hang.
+    """
 
     def __init__(self, run: ServedRun, *, spawn: Spawn) -> None:
         self._run = run
@@ -77,7 +82,13 @@ class StackTaker:
         self._question: _StackRequest | None = None
 
     def start_request(self, number: int, *, num_here: int, num_ranks: int) -> None:
-        """Start an operator's request; then call ``ask`` for each rank."""
+        """Start an operator's request; then call ``ask`` for each rank.
+
+        Args:
+            number: number of the command.
+            num_here: ranks on this node.
+            num_ranks: ranks of the job.
+        """
         self._question = _StackRequest(number, num_here, num_ranks)
 
     def ask(

@@ -43,6 +43,7 @@ def sessions() -> BrowserSessions:
 
 
 def _request_host() -> str:
+    """Return the host name that this browser session uses for the dashboard."""
     return host_name(st.context.headers.get("Host") or "")
 
 
@@ -134,6 +135,7 @@ def draw_access_footer() -> None:
 
 
 def _control_text(session: BrowserSession | None) -> str:
+    """Return for how long this browser session may still send commands."""
     if session is None:  # signed on
         return "You may send commands."
     minutes = math.ceil(sessions().control_seconds(session) / 60)
@@ -141,6 +143,7 @@ def _control_text(session: BrowserSession | None) -> str:
 
 
 def _get_control(session: BrowserSession) -> None:
+    """Draw the form in which a dashboard user enters the code for control."""
     with st.popover("Get control", icon=":material/lock_open:", key="get_control"):
         if sessions().has_code(session):
             with st.form(key="control_form", border=False):

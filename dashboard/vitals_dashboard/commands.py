@@ -145,6 +145,7 @@ def draw_accept_form(source: DataSource, run: RunSummary, step: int, *, key: str
 def _send_command(
     source: DataSource, control: CollectorClient, run: RunSummary, request: CommandRequest
 ) -> str:
+    """Send a manual command to a run; return the outcome as text."""
     who = layout.current_user() or "dashboard"
     try:
         sent = control.send_command(run.run_id, request, issued_by=who, keys=source.keys)

@@ -302,6 +302,7 @@ def _drop_request_range(request: SeriesRequest) -> SeriesRequest:
 
 
 def _point_rows(reply: SeriesReply | None) -> list[Row]:
+    """Return the points of a series as rows of step, time, attempt and value."""
     if reply is None:
         return []
     return list(zip(reply.step, reply.time_unix_ns, reply.attempt, reply.value, strict=True))
@@ -346,6 +347,7 @@ def _build_series_reply(sent: _Sent, reply: SeriesReply | None, rows: Sequence[R
 
 
 def _charts_within_limit(charts: Sequence[Chart]) -> tuple[list[Chart], int]:
+    """Return the charts whose points fit on the page, and how many do not."""
     num_points, fitting = 0, []
     for chart in charts:
         if num_points + chart.num_points <= MAX_POINTS:
@@ -369,6 +371,7 @@ def _layout(chart: Chart) -> Wire:
 
 
 def _whole_curve(curve: ChartCurve) -> Wire:
+    """Return a whole curve as JSON for the browser's chart component."""
     x = [_integer_if_whole(x_value) for x_value in curve.x]
     is_whole = all(isinstance(x_value, int) for x_value in x)
     wire: Wire = {

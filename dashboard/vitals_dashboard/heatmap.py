@@ -140,7 +140,13 @@ def heat_map(
 ) -> Spec:
     """Return the heat map.
 
-    Rows are in natural order; ``names`` are those to show, if they differ from their own.
+    Args:
+        title: one of our own texts.
+        reply: the cells; its rows are drawn in natural order.
+        shade: meaning of the color.
+        look: colors of the theme.
+        decisions: marked above the column of their step.
+        names: names of the rows, if they differ from their own.
     """
     unit = UNITS.get(reply.unit, (reply.unit, 1.0))[0]
     order = sorted(range(len(reply.rows)), key=lambda i: natural_sort_key(reply.rows[i]))

@@ -104,6 +104,7 @@ def _word_predicate(term: str) -> RunPredicate:
 
 
 def _field_predicate(name: str, sign: str, quoted: str) -> RunPredicate:
+    """Return the predicate of FIELD:VALUE in the search box, over runs."""
     value = quoted.replace('"', "")
     if not value:
         raise UsageError(f"{name}{sign} has no value", hint=f"give one, such as {name}{sign}1")
@@ -134,6 +135,7 @@ def _field_predicate(name: str, sign: str, quoted: str) -> RunPredicate:
 
 
 def _number_predicate(name: str, sign: str, value: str) -> RunPredicate:
+    """Return the predicate of a number in the search box, such as step>1000."""
     limit = _parse_number(value)
     if limit is None:
         raise UsageError(f"{name} is compared with {value!r}, which is not a number",
@@ -152,6 +154,7 @@ def _number_predicate(name: str, sign: str, value: str) -> RunPredicate:
 
 
 def _config_predicate(key: str, sign: str, value: str) -> RunPredicate:
+    """Return the predicate of config.KEY in the search box, over a run's config."""
     limit = _parse_number(value)
 
     def holds(_: RunSummary, config: Config) -> bool:

@@ -60,6 +60,7 @@ class DataSource:
 
 @st.cache_resource(max_entries=16, on_release=CollectorClient.close, show_spinner=False)
 def _cached_client(url: str, token: str, _tls: TlsTrust, trusted: str) -> CollectorClient:
+    """Return the collector client that the dashboard's sessions share."""
     return CollectorClient(url, token, tls=_tls, timeout=TIMEOUT_SECONDS)
 
 

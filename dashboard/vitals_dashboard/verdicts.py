@@ -67,6 +67,7 @@ def draw_verdict_timeline(verdict: VerdictView) -> None:
 
 
 def _draw(blocks: Iterable[TextBlock], *, key: str) -> None:
+    """Draw a verdict's facts, commands and tables on the page."""
     with st.container(key=f"prose_{key}", gap="xxsmall"):
         for block in blocks:
             match block:

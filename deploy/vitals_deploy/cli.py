@@ -229,6 +229,7 @@ def reader_tokens(path: Path) -> CollectorTokens:
 
 
 def _read_line(path: Path) -> str:
+    """Return the first line of a file, such as a Grafana token."""
     try:
         text = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:

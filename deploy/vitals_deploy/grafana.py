@@ -123,6 +123,7 @@ class GrafanaClient:
         return reply if isinstance(reply, dict) else {}
 
     def _refused(self, error: Any, method: str, path: str) -> VitalsError:
+        """Return the error for a response with which Grafana refused a request."""
         text = f"Grafana refused {method} {path}: {error}"
         if error.status_code in (401, 403):
             return UnauthorizedError(

@@ -68,8 +68,20 @@ def step_chart(
 ) -> Chart:
     """Return a chart over steps, with decisions, other marks and non-finite steps on it.
 
-    Lines of the role ``limit`` are drawn as limits. Marks outside of ``extent``, the first and last
-    step shown, are omitted. ``attempts`` has their numbers by id, for the text of non-finite steps.
+    Args:
+        title: title of the chart.
+        lines: the curves; those of the role ``limit`` are drawn as limits.
+        decisions: drawn as marks; those outside the extent are omitted, as others are.
+        others: marks of other kinds.
+        attempts: numbers by id, for the text of non-finite steps.
+        log: whether y is logarithmic.
+        exact: whether the y axis must hold every value.
+        note: shown next to the number of points.
+        extent: first and last step shown.
+        show_unit: whether the title names the unit.
+        scale: positions of steps along x.
+        size: its part of the page's width.
+        height: of the curves' area with its axis, in pixels.
     """
     marks = [*decision_marks(decisions, scale), *others]
     measured = [line.reply for line in lines if line.role in ("main", "part", "discarded")]
@@ -104,7 +116,12 @@ def time_chart(
 ) -> Chart:
     """Return a chart over wall time: of a GPU's or a node's samples, which have no step.
 
-    ``extent`` is the first and last time shown, in milliseconds.
+    Args:
+        title: title of the chart.
+        lines: the curves.
+        extent: first and last time shown, in milliseconds.
+        size: its part of the page's width.
+        height: of the curves' area with its axis, in pixels.
     """
     return Chart(
         title=_with_unit(title, lines),

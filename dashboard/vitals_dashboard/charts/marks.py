@@ -106,6 +106,7 @@ class _LrCut(NamedTuple):
 
 
 def _lr_cut(decision: Decision) -> _LrCut:
+    """Return the cut of the learning rate that a decision made."""
     back_to = decision.rollback_to_step
     return _LrCut(back_to if back_to >= 0 else decision.step, decision.lr_factor)
 
@@ -170,7 +171,7 @@ def nonfinite_marks(
 ) -> list[ChartMark]:
     """Return a mark for every non-finite step of the series.
 
-    ``attempts`` has their numbers by id; a mark names its own if it is known.
+    ``attempts`` has the numbers of attempts by id; a mark names its own if it is known.
     """
     seen: dict[tuple[int, int, str, str], float] = {}
     for reply in replies:

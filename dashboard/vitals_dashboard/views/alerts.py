@@ -141,6 +141,7 @@ def _draw_cards(
 
 
 def _head(group: _AlertGroup, runs: _Runs) -> None:
+    """Draw the heading of a group of alerts, and the link to its incident."""
     with st.container(horizontal=True, vertical_alignment="center", gap="small"):
         if not group.run_id:
             st.markdown("### Vitals itself")
@@ -256,6 +257,7 @@ def _draw_alert_actions(control: CollectorClient, alert: AlertView) -> None:
 
 
 def _send_ack(control: CollectorClient, fingerprint: str, request: AckRequest, done: str) -> str:
+    """Acknowledge or silence an alert; return the outcome as text."""
     try:
         control.ack_alert(fingerprint, request)
     except VitalsError as error:

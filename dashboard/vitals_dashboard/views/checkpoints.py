@@ -90,6 +90,7 @@ def rollback_target(every: Sequence[CheckpointView]) -> CheckpointView | None:
 
 
 def _draw_totals(every: Sequence[CheckpointView]) -> None:
+    """Draw a run's numbers of checkpoints by state, and their sizes."""
     stored = [c for c in every if c.state not in ("retired", "bad")]
     memory, disk = (sum(c.num_bytes for c in stored if c.where == w) for w in ("memory", "disk"))
     values = (

@@ -201,6 +201,7 @@ def _had_trouble(run: RunSummary) -> bool:
 
 
 def _loss_sparklines(source: DataSource, runs: Sequence[RunSummary]) -> dict[str, str]:
+    """Return a small image of each run's loss curve, for the run list."""
     curves, look = {}, layout.current_palette()
     for run in runs:
         grown = max(1, run.last_step // CURVE_STEPS)

@@ -363,6 +363,7 @@ class OtlpIntake:
             await self._ingest.store(writer.encode_batches(accepted, at, now_ns), principal)
 
     def _newest(self, run_id: str) -> tuple[int, int]:
+        """Return the run's latest attempt, and its latest step."""
         with self._store.read_transaction() as connection:
             run_row(connection, run_id)
             moment = self._store.snapshot_on(connection)

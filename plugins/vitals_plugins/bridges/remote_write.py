@@ -54,8 +54,13 @@ Series = tuple[tuple[str, str], ...]
 class RemoteWriter:
     """Collects samples periodically, and pushes the waiting ones.
 
-    ``leads``: whether this collector pushes, because of several on one database one does. Without a
-    ``transport``, connections are pinned to the address that was checked.
+    Args:
+        url: destination; it may contain a user and a password.
+        collector: returns the samples, as at a scrape.
+        counters: gets the outcome of each push.
+        clock: timestamps of samples, and retries.
+        leads: whether this collector pushes: of several on one database one does.
+        transport: HTTP transport; None: pinned to the address that was checked.
     """
 
     def __init__(
@@ -162,6 +167,7 @@ class RemoteWriter:
             return answer.status_code, ""
 
     def _try_again(self, reason: str) -> bool:
+        """Schedule another push of the samples, after a growing pause."""
         self._count("retried")
         self._num_failures += 1
         if self._num_failures == 1:

@@ -72,6 +72,7 @@ class TokenGate:
 
 
 async def _refuse(send: Send) -> None:
+    """Respond 401 to a request to the MCP server without a valid token."""
     text = "send a valid token: Authorization: Bearer TOKEN"
     headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
     await send({"type": "http.response.start", "status": 401, "headers": headers})

@@ -150,5 +150,6 @@ def wrap_loop(framework: str = "PyTorch") -> str:
 
 
 def _run_text(run: str) -> str:
+    """Return how a prompt of the MCP server names a run."""
     name = strip_data_marks(run)
     return f"the run {mark_as_data(name, _MAX_NAME)}" if name else "the latest run"

@@ -681,6 +681,7 @@ def run_sql(data: Path, query: str, limit: int) -> list[dict[str, Any]]:
 
 
 def _find(opened: OpenedReader, run: str) -> RunSummary:
+    """Return the run that an assistant named in an MCP tool call."""
     return find_run(opened.reader, strip_data_marks(run))
 
 
@@ -703,6 +704,7 @@ def _resolve_log_path(folder: Path, name: str) -> Path:
 
 
 def _step(value: int) -> int:
+    """Clamp the step that an assistant passed to an MCP tool."""
     return min(max(value, -MAX_STEP), MAX_STEP)
 
 

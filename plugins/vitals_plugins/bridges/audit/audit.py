@@ -200,7 +200,14 @@ def audit(
 ) -> Audit:
     """Group alarms, and compare each with the rest of the log.
 
-    ``judged_steps`` are the results of ``judge_history``; ``gpus`` is 0 if unknown.
+    Args:
+        history: the log.
+        judged_steps: results of ``judge_history`` for each record.
+        cadence: distance of its steps.
+        loss_kind: kind of its loss.
+        gpus: number of GPUs; 0: unknown.
+        assumptions: the assumptions that were needed, as sentences.
+        lacking: what the log is too short for, as sentences.
     """
     alarms: list[LogAlarm] = []
     marks: list[CurveMark] = []
@@ -612,6 +619,7 @@ def _savings_blocks(audit: Audit) -> list[Block]:
 
 
 def _format_duration(audit: Audit, steps: int) -> str:
+    """Return lost or saved steps as text, with hours if the audited log has times."""
     text = humanize_count(steps, "step")
     if audit.step_seconds is None:
         return text
@@ -625,6 +633,7 @@ def _format_duration(audit: Audit, steps: int) -> str:
 
 
 def _limits(audit: Audit) -> list[str]:
+    """Describe what an audited log cannot show, and why."""
     columns, limit_texts = audit.history.columns, []
     if "loss" not in columns:
         limit_texts.append("It has no loss: spikes, divergence and recovery cannot be judged.")

@@ -90,6 +90,7 @@ def unavailable_checks(config: JudgeConfig, num_records: int) -> list[str]:
 
 
 def _short_log_notes(config: JudgeConfig, num_records: int) -> list[str]:
+    """Return a note on an imported log that is too short for all checks."""
     spikes, outliers = config.detect.loss.warm_up, config.outlier.warm_up
     if num_records >= outliers:
         return []

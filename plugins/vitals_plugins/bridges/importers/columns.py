@@ -200,6 +200,7 @@ def _missing_column_error(
 
 
 def _format_names(names: Iterable[str]) -> str:
+    """Return the column names of a log as text for an error, cut to a length."""
     every = [repr(name) for name in names]
     shown: list[str] = []
     for name in every:

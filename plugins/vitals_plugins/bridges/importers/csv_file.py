@@ -74,6 +74,7 @@ def is_numbers(line: str) -> bool:
 def _read_rows(
     path: Path, first: list[str], lines: Iterator[str], separator: str, column_options: ColumnChoice
 ) -> ImportedLog:
+    """Read the rows of a CSV log below its head line."""
     head = next(csv.reader(first, delimiter=separator))
     names = [name.strip() for name in head]
     columns = choose_columns(names, column_options, str(path))

@@ -119,6 +119,7 @@ def _scalar_value(value: Any, array_of: Any) -> float | None:
 
 
 def _import_tensorboard() -> tuple[Any, Any, Any, type[Exception]]:
+    """Return TensorBoard's loader, event decoder, tensor converter, and error class."""
     try:
         from google.protobuf.message import DecodeError
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader

@@ -150,6 +150,7 @@ def _is_evaluation(line: str) -> bool:
 
 
 def _parse_line(line: str) -> dict[str, object]:
+    """Return the values of a line, by role."""
     cells: dict[str, object] = {}
     for role, patterns in _PATTERNS.items():
         for pattern, scale in patterns:

@@ -246,6 +246,7 @@ class RunFollower:
     def _note_batches(
         self, detail: RunDetail, lineage: "_AttemptLineage", *, whole: bool
     ) -> Iterator[EntryBatch]:
+        """Yield the run's new decisions as notes for a tracker."""
         summary = detail.summary
         acted = (summary.num_skips, summary.num_rollbacks, summary.last_decision)
         if acted == self._acted and not whole:

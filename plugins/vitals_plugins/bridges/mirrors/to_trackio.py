@@ -79,4 +79,5 @@ class Trackio:
 
 
 def _format_time(unix_ns: int) -> str:
+    """Return the time in ISO format, in UTC."""
     return datetime.fromtimestamp(unix_ns / 1e9, UTC).isoformat()

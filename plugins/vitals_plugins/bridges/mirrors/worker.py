@@ -219,7 +219,11 @@ def state_folder(folder: Path | None, data: Path, run_id: str) -> Path:
     """Return the directory of the state files, created if it is missing.
 
     It is in the run directory if that belongs to this user, so that a requeued job continues it.
-    ``folder`` is None for a run of a collector.
+
+    Args:
+        folder: source directory; None: a collector.
+        data: this user's data directory.
+        run_id: the run.
     """
     if folder is not None and folder.name == run_id:
         run_dir = RunDir(folder)

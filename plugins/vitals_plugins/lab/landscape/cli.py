@@ -250,6 +250,7 @@ def _surface_facts(
 
 
 def _point_rows(places: Sequence[float], losses: Losses) -> list[tuple[float, float, float]]:
+    """Return a row for each point of a loss landscape: its positions and loss."""
     ups = places if len(losses) > 1 else (0.0,)
     return [
         (along, up, loss)
@@ -317,6 +318,7 @@ def _load_checkpoint(checkpoint: str, step: int, directory: Path, model: nn.Modu
 
 
 def _load_end(to: str, checkpoint: str, directory: Path, model: nn.Module) -> str:
+    """Load the other end of a loss landscape's path into the model; return its name."""
     if to.isdecimal() and not Path(to).is_file():
         if Path(checkpoint).expanduser().is_file():
             raise UsageError(
@@ -350,6 +352,7 @@ def _load_file(path: Path, model: nn.Module) -> None:
 
 
 def _state_in(path: Path) -> dict[str, Tensor]:
+    """Read the state dict of a loss landscape's checkpoint file."""
     import torch
     from torch import Tensor
 

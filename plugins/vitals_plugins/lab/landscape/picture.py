@@ -126,6 +126,7 @@ def _y_position(axis: ValueScale, loss: float) -> float:
 
 
 def _color(part: float) -> str:
+    """Return the color of a loss on a landscape's map, for a part from 0 to 1."""
     at = min(max(part, 0.0), 1.0) * (len(_COLORS) - 1)
     low = min(int(at), len(_COLORS) - 2)
     pairs = zip(_COLORS[low], _COLORS[low + 1], strict=True)

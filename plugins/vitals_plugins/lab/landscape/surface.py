@@ -142,9 +142,14 @@ def open_loss_surface(
 ) -> Iterator[LossSurface]:
     """Yield the loss around the model's weights, which are restored afterwards.
 
-    Weights, buffers, gradients (none afterwards), generators, and training modes. The loss is the
-    mean of the batches. ``mode``: modules as in training (dropout, BatchNorm by the batch) or
-    evaluation. ``seed`` is that of the random numbers at each point.
+    Weights, buffers, gradients (none afterwards), generators, and training modes.
+
+    Args:
+        model: with the weights in the middle.
+        loss_of: returns the loss of a batch.
+        batches: at least one; the loss is their mean.
+        mode: whether modules are as in training (dropout, BatchNorm by the batch) or evaluation.
+        seed: of the random numbers at each point.
     """
     training = [(module, module.training) for module in model.modules()]
     around = capture_rng()

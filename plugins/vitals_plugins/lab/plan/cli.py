@@ -163,6 +163,7 @@ def _write_plan(
 
 
 def _count(num_params: float) -> str:
+    """Return a readable number of a planned model's parameters."""
     for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if num_params >= size:
             return f"{num_params / size:,.4g} {word}"

@@ -190,7 +190,14 @@ def peak_gpu_memory(
 ) -> GpuMemoryNeed:
     """Return one GPU's peak memory, with gradients of earlier micro-batches present.
 
-    ``num_tokens`` are those of one micro-batch on one GPU.
+    Args:
+        strategy: how states are divided over the GPUs.
+        num_params: of the model.
+        shape: of its blocks.
+        num_gpus: that it is divided over.
+        num_tokens: of one micro-batch on one GPU.
+        training_type: of weights and activations.
+        checkpointing: whether blocks are computed again in backward.
     """
     return GpuMemoryNeed(
         *state_bytes(strategy, num_params, num_gpus, training_type),

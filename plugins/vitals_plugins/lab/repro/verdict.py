@@ -123,7 +123,13 @@ def judge(
 ) -> ReplayVerdict:
     """Replay a bad step and return its cause.
 
-    ``try_machine`` returns the fault of a device; empty: none was found.
+    Args:
+        capsule: of the step.
+        model: with the weights of the step.
+        loss_of: the loss of a batch.
+        weights: source of those weights.
+        batches: the step's.
+        try_machine: returns the fault of a device; empty: none was found.
 
     Raises:
         PlayError: the loss function could not compute.
@@ -293,6 +299,7 @@ def _find_replica_fault(case: _ReplayCase, replica: dict[str, Any]) -> _Found:
 
 
 def _owner(name: str) -> str:
+    """Return the module of a parameter, buffer or optimizer state, by its name."""
     kind, _, rest = name.partition(".")
     if kind == "optim":
         rest = rest.partition(".")[2].rpartition(".")[0]
@@ -331,6 +338,7 @@ def _explain_good_replay(
 
 
 def _differences(capsule: Capsule, device: torch.device) -> list[str]:
+    """Return differences between this machine and the run's."""
     here, there = versions(device), capsule.facts["versions"]
     names = ("torch", "cuda", "device", "float32_matmul")
     return [
