@@ -19,7 +19,6 @@ from vitals_plugins.lab.preflight.report import (
     FIGURES,
     NUM_LOCAL,
     STAGES,
-    ClockOffset,
     FigureSpec,
     PreflightReport,
 )
@@ -193,9 +192,11 @@ def _missing_gpus(
     if _missing_ranks(reports):
         return
     least = int(any(each.is_gpu for each in reports))
+    counts: dict[str, int] = defaultdict(int)
+    for report in reports:
+        counts[report.node] += report.is_gpu
     few = {}
-    for node in _nodes(reports):
-        num = sum(each.is_gpu for each in reports if each.node == node)
+    for node, num in counts.items():
         expected = max(num_gpus or baselines.get(node, _NO_BASELINE).num_gpus, least)
         if num < expected:
             few[node] = f"{node} has {num} of {expected} GPUs"
@@ -238,14 +239,14 @@ def _wrong_results(reports: Sequence[PreflightReport]) -> Iterable[PreflightFind
     for report in reports:
         for wrong in report.wrong:
             by_kernel[wrong.partition(",")[0]].append(report)
-    for kernel, of_kernel in by_kernel.items():
+    for kernel, wrong_reports in by_kernel.items():
         yield _failure(
             "wrong_result",
-            _ranks(of_kernel),
-            f"{kernel} was wrong on {_ranks_on_nodes(of_kernel)}: {of_kernel[0].wrong[0]}",
+            _ranks(wrong_reports),
+            f"{kernel} was wrong on {_ranks_on_nodes(wrong_reports)}: {wrong_reports[0].wrong[0]}",
             "drain the node, and test it: vitals doctor --burn-in 600",
             # All ranks get the same wrong sum, so a wrong sum of all ranks has no culprit.
-            nodes=_culprits(of_kernel, reports, STAGES.index("gemm")),
+            nodes=_culprits(wrong_reports, reports, STAGES.index("gemm")),
         )
 
 
@@ -497,40 +498,35 @@ def _skipped_disks(reports: Sequence[PreflightReport]) -> Iterable[PreflightFind
 
 
 def _skewed_clocks(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:
-    offsets = [
-        (each.offset, each.rank, each.node)
-        for each in reports
-        if each.offset is not None
-        and math.isfinite(each.offset.seconds)
-        and each.offset.uncertainty >= 0
-    ]
     # A clock belongs to a node: take the rank of each node with the best estimate.
-    best: dict[str, tuple[ClockOffset, int]] = {}
-    for offset, rank, node in sorted(offsets, key=lambda each: each[0].uncertainty):
-        best.setdefault(node, (offset, rank))
-    if len(best) < 2:
+    best: dict[str, PreflightReport] = {}
+    for report in reports:
+        offset = report.offset
+        if offset is None or not math.isfinite(offset.seconds) or offset.uncertainty < 0:
+            continue
+        other = best.get(report.node)
+        if other is None or other.offset is None or offset.uncertainty < other.offset.uncertainty:
+            best[report.node] = report
+    offsets = {node: each.offset for node, each in best.items() if each.offset is not None}
+    if len(offsets) < 2:
         return
-    clocks = sorted((offset for offset, _ in best.values()), key=lambda each: each.seconds)
-    reference = clocks[(len(clocks) - 1) // 2]
-    skewed = []
-    for node, (offset, rank) in best.items():
-        seconds = abs(offset.seconds - reference.seconds)
-        uncertainty = offset.uncertainty + reference.uncertainty
-        if seconds > MAX_SKEW_SECONDS + uncertainty:
-            skewed.append((rank, node, seconds, uncertainty))
+    reference = sorted(offsets.values(), key=lambda each: each.seconds)[(len(offsets) - 1) // 2]
+    skews = {
+        node: (offset.seconds - reference.seconds, offset.uncertainty + reference.uncertainty)
+        for node, offset in offsets.items()
+    }
+    skewed = {
+        node: skew for node, skew in skews.items() if abs(skew[0]) > MAX_SKEW_SECONDS + skew[1]
+    }
     # The reference is a clock of the largest group only if that is more than half of the nodes.
-    has_majority = 2 * len(skewed) < len(best)
-    whom, unknown = (
-        ("the others", "")
-        if has_majority
-        else ("another", "; it is unknown which of them is wrong")
-    )
-    for rank, node, seconds, uncertainty in sorted(skewed):
+    has_majority = 2 * len(skewed) < len(skews)
+    for node, (seconds, uncertainty) in skewed.items():
         yield _failure(
             "clock_skew",
-            (rank,),
-            f"the clock of {node} differs from {whom} by {humanize_seconds(seconds)}, "
-            f"+/- {humanize_seconds(uncertainty)}{unknown}",
+            (best[node].rank,),
+            f"the clock of {node} differs from {'the others' if has_majority else 'another'} "
+            f"by {humanize_seconds(abs(seconds))}, +/- {humanize_seconds(uncertainty)}"
+            + ("" if has_majority else "; it is unknown which of them is wrong"),
             "check time synchronization: chronyc tracking",
             nodes=(node,) if has_majority else (),
         )

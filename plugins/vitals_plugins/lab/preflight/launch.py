@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import PurePath
 from typing import IO
 
@@ -109,25 +108,33 @@ def _after_torchrun(words: Sequence[str]) -> int:
     """
     indices = [index for index, word in enumerate(words) if _is_torchrun(word)]
     if not indices:
-        is_quoted = any("torchrun" in word for word in words)
+        is_quoted = "torchrun" in " ".join(words)
         raise UsageError(
             f"no torchrun in {' '.join(words)!r}",
             hint="write the words of torchrun without bash -c and quotes" if is_quoted else _HINT,
         )
     # In ``srun -J torchrun torchrun --nnodes=2 ...`` the first is a value.
     last = next(index for index in indices if index + 1 not in indices)
-    # Python, its flags and -m belong to torchrun.
-    first = last - (words[last - 1] == "-m" if last else 0)
+    first = last
+    if first and words[first - 1] == "-m":
+        first -= 1
     while first and _PYTHON_FLAGS.fullmatch(words[first - 1]):
         first -= 1
-    before = words[: first - 1 if first and _is_python(words[first - 1]) else last]
-    option = words[last + 1] if last + 1 < len(words) else ""
-    if before and (
-        PurePath(before[0]).name not in STARTERS
-        or any(_is_other_program(word) for word in before[1:])
-        # The value of an option, such as ``--launcher torchrun``.
-        or (before[-1].startswith(("-", "+")) and "=" not in before[-1] and before[-1] != "--")
-        or not option.startswith("-")
+    if first and _is_python(words[first - 1]):
+        first -= 1
+    else:
+        first = last  # options of another program
+    before = words[:first]
+    if (
+        before
+        and (
+            PurePath(before[0]).name not in STARTERS
+            or any(_is_other_program(word) for word in before[1:])
+            # The value of an option, such as ``--launcher torchrun``.
+            or (before[-1].startswith(("-", "+")) and "=" not in before[-1] and before[-1] != "--")
+            or not words[last + 1 : last + 2]
+            or not words[last + 1].startswith("-")
+        )
     ):
         raise UsageError(
             f"{' '.join(before)!r} before torchrun may start the training itself",
@@ -151,9 +158,13 @@ def _is_other_program(word: str) -> bool:
     name = PurePath(word).name
     if name in STARTERS or word.startswith("-"):
         return False
-    # Images of containers can be executable.
-    is_command = shutil.which(word) is not None and not name.endswith((".sif", ".sqsh"))
-    return is_command or _is_python(word) or name in _SHELLS or name.endswith((".py", ".sh"))
+    return (
+        _is_python(word)
+        or name in _SHELLS
+        or name.endswith((".py", ".sh"))
+        # Images of containers can be executable.
+        or (not name.endswith((".sif", ".sqsh")) and shutil.which(word) is not None)
+    )
 
 
 def local_words() -> list[str]:
@@ -181,7 +192,10 @@ def launch(command: Sequence[str], environ: Mapping[str, str], *, seconds: float
             env=_environ(environ),
         )
     except OSError as error:
-        raise UsageError(f"{command[0]!r} cannot be run: {error.strerror}", hint=_HINT) from error
+        raise UsageError(
+            f"{command[0]!r} cannot be run: {error.strerror}",
+            hint=_HINT,
+        ) from error
     assert process.stdout is not None
     reports: dict[int, PreflightReport] = {}
     tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
@@ -189,8 +203,9 @@ def launch(command: Sequence[str], environ: Mapping[str, str], *, seconds: float
     reader.start()
     exit_code: int | None = None
     try:
-        with suppress(subprocess.TimeoutExpired):  # a rank hangs; the reports show which one
-            exit_code = process.wait(max(deadline - time.monotonic(), 0.0))
+        exit_code = process.wait(max(deadline - time.monotonic(), 0.0))
+    except subprocess.TimeoutExpired:
+        pass  # a rank hangs; the reports show which one
     finally:
         stop_process(process, STOP_SECONDS)
     # A rank that survives its launcher keeps the pipe open.
@@ -228,4 +243,5 @@ def parse_line(line: bytes) -> PreflightReport | None:
 
 def keep_latest(reports: dict[int, PreflightReport], report: PreflightReport) -> None:
     """Store a report unless a later one of the same rank is stored already."""
-    reports[report.rank] = merge_reports(reports.get(report.rank, report), report)
+    earlier = reports.get(report.rank)
+    reports[report.rank] = merge_reports(earlier, report) if earlier else report

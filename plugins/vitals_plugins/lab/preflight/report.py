@@ -34,11 +34,20 @@ class FigureSpec(msgspec.Struct, frozen=True):
 # lose a third of their speed for seconds. Disk and loader depend on shared file systems and cores
 # in both cases, where a factor of 2 is usual; a sync of 4 KiB varies still more.
 FIGURES = (
-    FigureSpec("gemm_flops_per_second", "matrix product", "FLOP/s", 0.6, 0.85),
-    FigureSpec("memory_bytes_per_second", "memory copy", "B/s", 0.6, 0.85),
-    FigureSpec("loader_bytes_per_second", "loader", "B/s", 0.4, 0.4),
-    FigureSpec("disk_bytes_per_second", "checkpoint write", "B/s", 0.4, 0.4, is_of_node=True),
-    FigureSpec("fsync_seconds", "fsync", "s", 0.2, 0.2, is_time=True, is_of_node=True),
+    FigureSpec("gemm_flops_per_second", "matrix product", "FLOP/s", cpu_ratio=0.6, gpu_ratio=0.85),
+    FigureSpec("memory_bytes_per_second", "memory copy", "B/s", cpu_ratio=0.6, gpu_ratio=0.85),
+    FigureSpec("loader_bytes_per_second", "loader", "B/s", cpu_ratio=0.4, gpu_ratio=0.4),
+    FigureSpec(
+        "disk_bytes_per_second",
+        "checkpoint write",
+        "B/s",
+        cpu_ratio=0.4,
+        gpu_ratio=0.4,
+        is_of_node=True,
+    ),
+    FigureSpec(
+        "fsync_seconds", "fsync", "s", cpu_ratio=0.2, gpu_ratio=0.2, is_time=True, is_of_node=True
+    ),
 )
 
 
