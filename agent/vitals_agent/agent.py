@@ -538,9 +538,10 @@ class Agent:
             with self.faults.contained("discover"):
                 is_new = run_dir.is_ours and run_dir.run_id not in self.runs
                 if is_new and self._has_spool(run_dir):
-                    is_for_other = not self._is_for_our_collector(self._state_dir_of(run_dir))
-                    # The spool of a run for another collector may be its only history.
-                    keep = self._keeps_history or is_for_other
+                    # A spool that is not for our collector may be the only history of its run.
+                    keep = self._keeps_history or not self._is_for_our_collector(
+                        self._state_dir_of(run_dir)
+                    )
                     run = self._serve_run(run_dir.path, keep=keep)
                     if run is not None and not (
                         run.spool.pending(1) or run.spool.may_be_asked_for()

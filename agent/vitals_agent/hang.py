@@ -317,7 +317,8 @@ def _latest_journals(tails: Iterable[JournalTail]) -> dict[int, JournalTail]:
 def _read_process_stats(pid: int, thread: int) -> _ProcessStats | None:
     """Return the system's data; None if the process does not exist."""
     try:
-        whole, thread_stat = stat_fields(pid), stat_fields(pid, thread)
+        whole = stat_fields(pid)
+        thread_stat = whole if thread == pid else stat_fields(pid, thread)
     except (OSError, IndexError):
         return None
     num_bytes = 0

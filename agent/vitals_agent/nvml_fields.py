@@ -102,12 +102,43 @@ def _memory(nvml: Any, handle: Any) -> Mapping[str, Value]:
     }
 
 
+def _temperature(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    value = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+    return {"temperature_celsius": float(value)}
+
+
+def _power(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    return {"power_watts": nvml.nvmlDeviceGetPowerUsage(handle) / 1000.0}
+
+
+def _power_limit(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    return {"power_limit_watts": nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000.0}
+
+
+def _sm_clock(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    return {"sm_clock_hertz": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM) * 1e6}
+
+
+def _memory_clock(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    return {"memory_clock_hertz": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM) * 1e6}
+
+
 def _throttle_reasons(nvml: Any, handle: Any) -> Mapping[str, Value]:
     try:
         mask = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
     except (AttributeError, nvml.NVMLError_FunctionNotFound):  # earlier name of the function
         mask = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
     return {"throttle_reasons": int(mask) & _MAX_I8}
+
+
+def _pcie_receive(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    value = nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES)
+    return {"pcie_receive_bytes_per_second": value * 1000.0}
+
+
+def _pcie_transmit(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    value = nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_TX_BYTES)
+    return {"pcie_transmit_bytes_per_second": value * 1000.0}
 
 
 def _field_values(nvml: Any, handle: Any) -> Mapping[str, Value]:
@@ -142,26 +173,14 @@ def _decode_field_value(answer: Any) -> float | int | None:
 _GPU_READERS: tuple[_Reader, ...] = (
     _utilization,
     _memory,
-    lambda nvml, gpu: {
-        "temperature_celsius": float(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU))
-    },
-    lambda nvml, gpu: {"power_watts": nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3},
-    lambda nvml, gpu: {"power_limit_watts": nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3},
-    lambda nvml, gpu: {
-        "sm_clock_hertz": nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM) * 1e6
-    },
-    lambda nvml, gpu: {
-        "memory_clock_hertz": nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM) * 1e6
-    },
+    _temperature,
+    _power,
+    _power_limit,
+    _sm_clock,
+    _memory_clock,
     _throttle_reasons,
     _field_values,
-    lambda nvml, gpu: {
-        "pcie_receive_bytes_per_second": 1e3
-        * nvml.nvmlDeviceGetPcieThroughput(gpu, nvml.NVML_PCIE_UTIL_RX_BYTES)
-    },
-    lambda nvml, gpu: {
-        "pcie_transmit_bytes_per_second": 1e3
-        * nvml.nvmlDeviceGetPcieThroughput(gpu, nvml.NVML_PCIE_UTIL_TX_BYTES)
-    },
+    _pcie_receive,
+    _pcie_transmit,
 )
 """PCIe comes last: each of its calls measures for 20 milliseconds."""

@@ -51,8 +51,9 @@ class RankProcess:
 
 
 def stat_fields(pid: int, thread: int | None = None) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` from the state on; the name may contain anything."""
-    path = f"/proc/{pid}/stat" if thread in (None, pid) else f"/proc/{pid}/task/{thread}/stat"
+    """Return the fields of ``/proc/PID/stat`` after the name, for the process or one thread."""
+    path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
+    # The name may contain anything, also parentheses.
     return Path(path).read_text(errors="replace").rpartition(")")[2].split()
 
 
