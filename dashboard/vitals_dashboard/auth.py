@@ -346,10 +346,7 @@ class TokenMiddleware:
             await self._send_session_redirect(scope, send, key, host, rest)
         elif is_open or scope["path"] == HEALTH_PATH:
             await self._app(scope, receive, send)
-        elif (headers.get("sec-fetch-site"), headers.get("sec-fetch-mode")) == (
-            "cross-site",
-            "navigate",
-        ):
+        elif headers.get("sec-fetch-site") == "cross-site" and _is_page(headers):
             await _send_response(send, 200, AGAIN_PAGE)
         else:
             cookie = [("set-cookie", self._doors.cookie(host, ""))] if key else []
@@ -420,6 +417,11 @@ class TokenMiddleware:
         target = f"./{page}" + (f"?{rest}" if rest else "")
         cookie = self._doors.cookie(host, session.key)
         await _send_response(send, 303, b"", [("location", target), ("set-cookie", cookie)])
+
+
+def _is_page(headers: Mapping[str, str]) -> bool:
+    """Return whether a browser requests a whole dashboard page, not a file of it."""
+    return headers.get("sec-fetch-mode") == "navigate"
 
 
 async def _send_refusal(kind: str, send: Any, status: int, body: bytes) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from trainvitals.views import RunDetail, SeriesRequest
+from trainvitals.views import RunDetail, SeriesReply, SeriesRequest
 from vitals_dashboard import formatting
 from vitals_dashboard.source import POINTS, DataSource, forecast_of, last_value, series_of
 from vitals_dashboard.tables import Row
@@ -97,11 +97,7 @@ def value_rows(
             )
     for word, most in (("lowest", min), ("highest", max)):
         values = [
-            most(
-                (value for value in (reply.value if reply else ()) if value is not None),
-                default=last_value(reply),
-            )
-            for reply, *_ in series
+            most(_finite_values(of_run[0]), default=last_value(of_run[0])) for of_run in series
         ]
         add(
             f"{formatting.plain(metric, 60)}, {word}",
@@ -121,3 +117,7 @@ def _behind(source: DataSource, first: RunDetail, other: RunDetail) -> str:
         return ""
     view = forecast_of(source, other.summary, first.summary.run_id)
     return "" if view.behind is None else formatting.plain(view.comparison_text(), 120)
+
+
+def _finite_values(reply: SeriesReply | None) -> list[float]:
+    return [] if reply is None else [value for value in reply.value if value is not None]

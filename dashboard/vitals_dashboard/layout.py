@@ -286,7 +286,7 @@ def run_head(run: RunSummary) -> None:
 def draw_choice(
     label: str, options: Sequence[T], key: str, *, default: T | None = None, **how: Any
 ) -> T:
-    """Draw a choice of one of few, kept in the URL; return ``default``, the first, otherwise."""
+    """Draw a choice of one of few, kept in the URL; ``default`` is the first if it is not given."""
     default = options[0] if default is None else default
     selected = st.segmented_control(
         label, options, default=default, required=True, key=key, bind="query-params", **how

@@ -11,11 +11,11 @@ from vitals_dashboard.charts.lines import (
     ChartLine,
     chart_text,
     curves_of,
+    display_unit,
     group_curves,
 )
 from vitals_dashboard.charts.marks import ChartMark, decision_marks, merge_marks, nonfinite_marks
 from vitals_dashboard.charts.scale import STEPS, TIMES, Axis, StepScale, token_size
-from vitals_dashboard.theme import UNITS
 
 Size = Literal["full", "half", "quarter"]
 """Relative to the width of the page; on a phone, one chart per row."""
@@ -246,6 +246,5 @@ def _axis_width(ends: tuple[float, float] | None, curves: Sequence[ChartCurve]) 
 
 
 def _with_unit(title: str, lines: Sequence[ChartLine]) -> str:
-    base = lines[0].reply.unit if lines else ""
-    unit = UNITS.get(base, (base, 1.0))[0]
+    unit = display_unit(lines[0].reply.unit)[0] if lines else ""
     return chart_text(f"{title}, {unit}" if unit else title)

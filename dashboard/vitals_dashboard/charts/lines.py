@@ -81,7 +81,7 @@ def curves_of(
 
     A mean has the color of its curve, and several discarded series have one color each.
     """
-    factor = UNITS.get(lines[0].reply.unit, ("", 1.0))[1] if lines else 1.0
+    factor = display_unit(lines[0].reply.unit)[1] if lines else 1.0
     num_discarded = sum(line.role == "discarded" for line in lines)
     curve_indices: dict[tuple[str, str, str], int] = {}
     result: list[ChartCurve] = []
@@ -147,3 +147,8 @@ def _by_attempt(line: ChartLine, drawn: Sequence[Point]) -> Iterator[list[Point]
     for attempt in sorted(set(attempts)):
         attempt_points = [point for of, point in zip(attempts, drawn, strict=True) if of == attempt]
         yield attempt_points if line.num_replaced is None else []
+
+
+def display_unit(unit: str) -> tuple[str, float]:
+    """Return the displayed unit and the factor to it from the base unit."""
+    return UNITS.get(unit, (unit, 1.0))

@@ -40,7 +40,7 @@ class MarkLook:
 
 
 DECISIONS = {
-    action: MarkLook(look.word, look.colour, look.symbol, 0, look.line, look.width)
+    action: MarkLook(look.word, look.colour, look.symbol, lane=0, line=look.line, width=look.width)
     for action, look in ACTIONS.items()
 }
 ALERT = MarkLook("alert", "#D55E00", "bell", lane=1)

@@ -134,7 +134,7 @@ def _draw_decision_commands(source: DataSource, run: RunSummary, view: DecisionV
             commands.draw_accept_form(source, run, view.decision.step, key=f"accept_{key}")
         if action is None:
             return
-        if WAITS_UNTIL in view.decision.evidence:  # one with a response no longer has it
+        if WAITS_UNTIL in view.decision.evidence:  # it asks for approval
             number = view.decision.ledger_seq
             answers: tuple[tuple[commands.Action, str], ...] = (
                 ("approve", "Approve"),

@@ -10,14 +10,17 @@ from vitals_dashboard import formatting, heatmap, heatmap_page, layout, straggle
 from vitals_dashboard.heatmap_page import MetricChoice
 from vitals_dashboard.source import DataSource
 
-_OTHERS_GRADIENTS = "Wait for the others' gradients of each rank"
 CHOICES = (
     MetricChoice("step time", "steps.step_duration_seconds", "Step time of each rank"),
     MetricChoice("loss", "steps.rank_loss", "Loss of each rank"),
     MetricChoice("memory", "steps.memory_peak_bytes", "Peak memory of each rank"),
     MetricChoice("data wait", "steps.data_wait_seconds", "Wait for data of each rank"),
     MetricChoice("communication", "steps.communication_seconds", "Communication of each rank"),
-    MetricChoice("gradient wait", "steps.gradient_wait_seconds", _OTHERS_GRADIENTS),
+    MetricChoice(
+        "gradient wait",
+        "steps.gradient_wait_seconds",
+        "Wait for the others' gradients of each rank",
+    ),
     MetricChoice("temperature", "gpu.temperature_celsius", "Temperature of each GPU"),
     MetricChoice("power", "gpu.power_watts", "Power of each GPU"),
     MetricChoice("host memory", "node.memory_used_bytes", "Memory of each node"),
