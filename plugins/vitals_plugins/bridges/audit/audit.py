@@ -176,16 +176,25 @@ def audit_document(result: Audit, log: str) -> AuditDocument:
         log=log,
         num_steps=len(result.history.steps),
         step_seconds=result.step_seconds,
-        alarms=tuple(map(_audited_alarm, result.alarms)),
+        alarms=tuple(
+            AuditedAlarm(
+                onset_step=alarm.onset_step,
+                first_step=alarm.first_step,
+                last_step=alarm.last_step,
+                kinds=tuple(alarm.kinds),
+                reasons=tuple(alarm.reasons),
+                actions=alarm.actions,
+                severity=alarm.severity,
+                acted_step=alarm.acted_step,
+                rollback_to=alarm.rollback_to,
+                ending=alarm.ending,
+                end_step=alarm.end_step,
+            )
+            for alarm in result.alarms
+        ),
         assumptions=tuple(result.assumptions),
         lacking=tuple(result.lacking),
     )
-
-
-def _audited_alarm(alarm: LogAlarm) -> AuditedAlarm:
-    fields = {name: getattr(alarm, name) for name in AuditedAlarm.__struct_fields__}
-    fields |= {"kinds": tuple(alarm.kinds), "reasons": tuple(alarm.reasons)}
-    return AuditedAlarm(**fields)
 
 
 def audit(

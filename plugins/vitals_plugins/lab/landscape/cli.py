@@ -17,10 +17,10 @@ from trainer_hooks.recovery.checkpoints import manifest as manifests
 from trainer_hooks.recovery.checkpoints.find import RUNS, find_checkpoints
 from trainvitals.cli.options import VitalsDir
 from trainvitals.cli.output import Format, write_json, write_rows
-from trainvitals.errors import FormatError, MissingDependencyError, UsageError
+from trainvitals.errors import FormatError, MissingDependencyError, StorageError, UsageError
+from trainvitals.io.private import replace_file
 from trainvitals.jsonable import to_json
 from trainvitals.printable import name_type
-from vitals_collector.cli.writing import write_file
 from vitals_plugins.lab.landscape.picture import draw_landscape
 from vitals_plugins.lab.landscape.words import (
     landscape_sentences,
@@ -147,7 +147,7 @@ def landscape(
     )
     raw = msgspec.json.format(to_json(body), indent=2) + b"\n"
     for path, content in zip(files, (raw, drawn.encode()), strict=True):
-        write_file(path, content, force=force)
+        _write_output(path, content, force=force)
     if form is Format.JSON:
         write_json(body)
     elif form is Format.CSV:
@@ -257,6 +257,22 @@ def _point_rows(places: Sequence[float], losses: Losses) -> list[tuple[float, fl
         for up, row in zip(ups, losses, strict=True)
         for along, loss in zip(places, row, strict=True)
     ]
+
+
+def _write_output(path: Path, content: bytes, *, force: bool) -> None:
+    """Write a file of a loss landscape, unless it exists with other content."""
+    try:
+        if path.is_file() and not force and path.read_bytes() != content:
+            raise UsageError(
+                f"{path} exists and its content differs",
+                hint="write to another file with --output, or overwrite it with --force",
+            )
+        replace_file(path, content)
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror or error}",
+            hint="choose a name in an existing folder that you may write to: --output",
+        ) from error
 
 
 # ------------------------------------------------------------------------- batches and weights
