@@ -336,7 +336,7 @@ class ImportedRows:
         for role, name in _NUMBERS.items():
             numbers.append(self._parse(row, name, cells.get(role), parse_number))
             if role == "grad_norm" and numbers == [None, None]:
-                return
+                return  # neither a loss nor a gradient norm
         step = self._parse(row, "step", cells.get("step"), parse_step)
         if step is None:
             self.skip_row("without a step")
