@@ -111,6 +111,7 @@ class CommandDelivery:
     def _collect_commands(
         self, run: ServedRun, desk: _RunCommands, now: float, *, reachable: bool
     ) -> None:
+        """Poll the collector and the run directory for new commands."""
         # One agent takes the files of a directory that all nodes share.
         files = run.run_dir.take_commands() if run.holds_mailbox else []
         commands = [(command, True) for command in files]
