@@ -42,13 +42,7 @@ from vitals_agent.gpu import GpuSampler
 from vitals_agent.hang import ExitWatch, HangWatch
 from vitals_agent.host import HostSampler
 from vitals_agent.io_loop import EventsAhead, IoLoop, SendAhead
-from vitals_agent.memory_spool import (
-    ROOM_BYTES,
-    bytes_in,
-    has_room,
-    move_to_disk,
-    open_in_memory,
-)
+from vitals_agent.memory_spool import ROOM_BYTES, bytes_in, has_room, move_to_disk, open_in_memory
 from vitals_agent.mirrors import MirrorStarter
 from vitals_agent.process import RankProcess
 from vitals_agent.run import NodeFacts, ServedRun, boot_id
@@ -544,7 +538,11 @@ class Agent:
             with self.faults.contained("discover"):
                 is_new = run_dir.is_ours and run_dir.run_id not in self.runs
                 if is_new and self._has_spool(run_dir):
-                    run = self._serve_run(run_dir.path, keep=self._may_be_history(run_dir))
+                    # A spool that is not for our collector may be the only history of its run.
+                    keep = self._keeps_history or not self._is_for_our_collector(
+                        self._state_dir_of(run_dir)
+                    )
+                    run = self._serve_run(run_dir.path, keep=keep)
                     if run is not None and not (
                         run.spool.pending(1) or run.spool.may_be_asked_for()
                     ):
@@ -556,12 +554,7 @@ class Agent:
                     if is_new and self._is_orphaned(run_dir):
                         self._serve_run(run_dir.path, keep=self._keeps_history)
 
-    def _may_be_history(self, run_dir: RunDir) -> bool:
-        """Return whether an ended run's spool may be its only history."""
-        return self._keeps_history or not self._is_for_our_collector(self._state_dir_of(run_dir))
-
     def _is_for_our_collector(self, state_dir: AgentStateDir) -> bool:
-        """Return whether a spool's rows are for this agent's collector."""
         return bool(self.config.collector) and state_dir.destination() == self.config.collector
 
     def _state_dir_of(self, run_dir: RunDir) -> AgentStateDir:

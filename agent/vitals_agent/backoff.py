@@ -55,11 +55,7 @@ class BacklogRateLimit:
     """
 
     def __init__(
-        self,
-        *,
-        slowest: float = 1 << 18,
-        fastest: float = 1 << 25,
-        slow_seconds: float = 1.0,
+        self, *, slowest: float = 1 << 18, fastest: float = 1 << 25, slow_seconds: float = 1.0
     ) -> None:
         self.bytes_per_second = min(fastest, 16 * slowest)
         self._slowest = slowest

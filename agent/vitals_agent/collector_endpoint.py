@@ -66,7 +66,6 @@ class AgentClient(CollectorClient):
         super().close()
 
     def _send(self, method: str, path: str, **how: Any) -> bytes:
-        """Send one request to the collector; return the response's body."""
         query = f"?{urlencode(how['params'])}" if how.get("params") else ""
         headers = {**self._headers, **how.get("headers", {})}
         try:
@@ -173,7 +172,7 @@ class CollectorEndpoint:
             is_due = self._looked_at is None or now - self._looked_at >= LOOK_SECONDS
             if self._is_doubtful and is_due:
                 self._looked_at = now
-                self._reconnect()
+                self._connect_to(self._find())
             return self._client is not None
 
     def answers(self, now: float) -> bool:
@@ -268,16 +267,14 @@ class CollectorEndpoint:
     def _turn_to(self, owner: str) -> None:
         """Connect to the named collector if it is one of the known URLs, or to the next URL."""
         address = first = self._find()
-        while owner and address is not None and not _is_owner_address(address, owner):
+        owner = owner.removeprefix(UNPROVEN)
+        while owner and address is not None and address.url.removeprefix(UNPROVEN) != owner:
             address = self._find()
             if address == first:  # all were tried
                 address = self._find()
                 break
         self._address = None  # one URL may have several collectors: use a new connection
         self._connect_to(address)
-
-    def _reconnect(self) -> None:
-        self._connect_to(self._find())
 
     def _connect_to(self, address: CollectorAddress | None) -> None:
         """Connect the agent to this collector; close the previous connection."""
@@ -290,11 +287,6 @@ class CollectorEndpoint:
 
 
 # ------------------------------------------------------------------------------- search
-
-
-def _is_owner_address(address: CollectorAddress, owner: str) -> bool:
-    """Return whether a known URL belongs to the run's owner."""
-    return address.url.removeprefix(UNPROVEN) == owner.removeprefix(UNPROVEN)
 
 
 def make_collector_finder(
@@ -315,9 +307,7 @@ def make_collector_finder(
             parse_url(url)
         first = zlib.crc32(run_id.encode()) % len(urls)
         turns = itertools.cycle([*urls[first:], *urls[:first]])
-        return lambda: CollectorAddress(url=next(turns), tokens=_load_tokens(token_file))
+        return lambda: CollectorAddress(
+            url=next(turns), tokens=read_tokens(token_file) if token_file else CollectorTokens()
+        )
     return lambda: collector_on(data, token_file or "")
-
-
-def _load_tokens(path: Path | None) -> CollectorTokens:
-    return read_tokens(path) if path is not None else CollectorTokens()

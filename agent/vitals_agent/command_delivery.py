@@ -59,14 +59,8 @@ class CommandDelivery:
 
     The collector is not trusted: its commands must carry the signature of an operator's control
     key, and only then are they signed here with the run's key. A command in a file must carry that
-    signature already: write access to a directory is not permission to control a run.
-
-    Args:
-        client: the collector; None without one.
-        keys: directory of ``control.pub``.
-        backoff: pause between requests after a failure.
-        clock: provides the current time.
-        faults: counts refused commands.
+    signature already: write access to a directory is not permission to control a run. ``keys`` is
+    the directory of ``control.pub``.
     """
 
     def __init__(

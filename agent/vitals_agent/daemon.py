@@ -219,15 +219,8 @@ def deliver_when_reachable(
     """Deliver the pending rows as soon as a collector responds.
 
     In between no lock is held: any other agent may deliver them first. The collector waits for
-    silent runs for a minute after its own start, so the interval between attempts is shorter.
-
-    Args:
-        deliver: sends them, as far as possible.
-        is_waiting: returns whether any rows are left to send.
-        answers: returns whether a collector responds now.
-        seconds: time after which they are left to other agents.
-        stopwatch: monotonic.
-        sleep: waits.
+    silent runs for a minute after its own start, so the interval between attempts is shorter. After
+    ``seconds``, rows are left to other agents.
     """
     backoff = Backoff(first_seconds=1.0, max_seconds=20.0, rng=random.Random())
     deadline = stopwatch() + seconds
@@ -283,7 +276,6 @@ def wait_for_release(
 
 
 def _ended_run_state_dirs(base: Path, vitals_dir: Path) -> list[AgentStateDir]:
-    """Return the agents' directories of runs whose ranks have all ended."""
     ranks: dict[Path, list[Identity]] = {}
     for ref in find_journals(base):
         if ref.run_dir is None or ref.run_dir.resolve().parent != vitals_dir.resolve():

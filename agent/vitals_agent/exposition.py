@@ -97,8 +97,7 @@ class MetricsServer:
             self._server = ThreadingHTTPServer((host, port), handler)
         except (OSError, OverflowError) as error:
             raise UsageError(
-                f"--listen {host}:{port} cannot be used: {error}",
-                hint="port 0 takes a free one",
+                f"--listen {host}:{port} cannot be used: {error}", hint="port 0 takes a free one"
             ) from error
         self._server.daemon_threads = True
         self._thread = threading.Thread(
@@ -184,7 +183,6 @@ def _build_handler_class(
 def _samples_from_columns(
     specs: Iterable[MetricSpec], values: Mapping[str, Value], labels: tuple[str, ...]
 ) -> Iterator[MetricSample]:
-    """Return a row's values as samples for the agent's ``/metrics``."""
     for spec in specs:
         value = values.get(spec.column)
         if isinstance(value, int | float):  # an unmeasured column has no sample at all

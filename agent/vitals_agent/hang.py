@@ -30,6 +30,7 @@ from trainvitals.records import (
     RankActivity,
     RanksStill,
 )
+from vitals_agent.process import stat_fields
 from vitals_agent.restart import HungJob, JobProcess
 from vitals_agent.run import ServedRun
 from vitals_agent.sampling import Spawn, on_a_thread
@@ -70,11 +71,8 @@ class _WorkSample(NamedTuple):
     """Resource use and position of a rank's process at one check."""
 
     at: float
-    cpu_seconds: float
-    all_cpu_seconds: float
-    num_bytes: int
     where: str
-    state: str
+    process: _ProcessStats
 
 
 @dataclass(slots=True)
@@ -126,8 +124,7 @@ class HangWatch:
     def check(self, now: float) -> None:
         """Check every rank; report what is new. Call before the journals are copied.
 
-        Args:
-            now: monotonic seconds.
+        ``now`` is in monotonic seconds.
         """
         tails = _latest_journals(self._run.tails.values())
         activities = {rank: self._observe_rank(tail, now) for rank, tail in tails.items()}
@@ -170,7 +167,6 @@ class HangWatch:
     # ----------------------------------------------------------------------------- reports
 
     def _report_findings(self, ranks: list[RankActivity], world_size: int) -> None:
-        """Report new findings of waits and hangs, and the end of a wait."""
         before = self._follower.verdict
         attempt = max((tail.last.attempt for tail in self._run.tails.values()), default=0)
         say = self._run.node_source.write_event
@@ -207,11 +203,7 @@ class HangWatch:
         self._sent_at = now if is_still else None
 
     def _end_hung_job(
-        self,
-        ranks: list[RankActivity],
-        tails: dict[int, JournalTail],
-        world_size: int,
-        now: float,
+        self, ranks: list[RankActivity], tails: dict[int, JournalTail], world_size: int, now: float
     ) -> None:
         """End a job that hangs, if all its ranks are here and have enabled that."""
         seen = {rank: self._seen[tail.directory] for rank, tail in tails.items()}
@@ -272,7 +264,6 @@ class HangWatch:
         )
 
     def _read_heartbeat(self, tail: JournalTail, seen: _ObservedRank, now: float) -> None:
-        """Update a rank's state from its heartbeat: step, phase, last progress."""
         try:
             word = read_heartbeat(tail.directory)
         except (OSError, VitalsError):
@@ -326,10 +317,8 @@ def _latest_journals(tails: Iterable[JournalTail]) -> dict[int, JournalTail]:
 def _read_process_stats(pid: int, thread: int) -> _ProcessStats | None:
     """Return the system's data; None if the process does not exist."""
     try:
-        whole = _proc_stat_fields(f"/proc/{pid}/stat")
-        thread_stat = (
-            whole if thread == pid else _proc_stat_fields(f"/proc/{pid}/task/{thread}/stat")
-        )
+        whole = stat_fields(pid)
+        thread_stat = whole if thread == pid else stat_fields(pid, thread)
     except (OSError, IndexError):
         return None
     num_bytes = 0
@@ -345,16 +334,10 @@ def _read_process_stats(pid: int, thread: int) -> _ProcessStats | None:
     )
 
 
-def _proc_stat_fields(path: str) -> list[str]:
-    """Return the fields after the name, which may contain any characters."""
-    return Path(path).read_text(errors="replace").rpartition(")")[2].split()
-
-
 def _add_work(seen: _ObservedRank, process: _ProcessStats, now: float) -> None:
     """Append a sample of a rank's CPU time and I/O; drop old ones."""
     where = "" if seen.word is None else seen.word.where
-    used = (process.cpu_seconds, process.all_cpu_seconds, process.num_bytes)
-    seen.work.append(_WorkSample(now, *used, where, process.state))
+    seen.work.append(_WorkSample(now, where, process))
     while len(seen.work) > 2 and now - seen.work[1].at >= ACTIVE_SECONDS:
         seen.work.popleft()
 
@@ -363,8 +346,8 @@ def _is_active(work: Sequence[_WorkSample], now: float) -> bool:
     """Return whether a hanging rank has computed, done I/O or moved in its code."""
     if len(work) < 2 or now - work[0].at < ACTIVE_SECONDS:
         return True  # too early to decide
-    first, last = work[0], work[-1]
-    seconds = last.at - first.at
+    seconds = work[-1].at - work[0].at
+    first, last = work[0].process, work[-1].process
     places = {each.where for each in work if each.where}
     return (
         last.cpu_seconds - first.cpu_seconds > ACTIVE_SHARE * seconds
@@ -372,7 +355,7 @@ def _is_active(work: Sequence[_WorkSample], now: float) -> bool:
         or last.num_bytes - first.num_bytes > ACTIVE_BYTES
         or len(places) > 1
         # In a call to a disk: a save that waits for it is indistinguishable from a lost one.
-        or any(each.state == "D" for each in work)
+        or any(each.process.state == "D" for each in work)
     )
 
 
@@ -477,7 +460,7 @@ def exit_of(pid: int, fd: int) -> str:
 
 def _zombie_exit_status(pid: int) -> int | None:
     try:
-        fields = _proc_stat_fields(f"/proc/{pid}/stat")
+        fields = stat_fields(pid)
         return int(fields[49]) if fields[0] in "ZX" else None
     except (OSError, IndexError, ValueError):
         return None

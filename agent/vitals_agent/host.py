@@ -24,11 +24,7 @@ class HostSampler:
     """
 
     def __init__(
-        self,
-        journal_base: Path,
-        *,
-        system: Any = psutil,
-        pressure: Path = Path("/proc/pressure"),
+        self, journal_base: Path, *, system: Any = psutil, pressure: Path = Path("/proc/pressure")
     ) -> None:
         self._base = journal_base
         self._system = system

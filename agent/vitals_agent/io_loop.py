@@ -19,11 +19,8 @@ from vitals_agent.shipper import Shipper
 class IoLoop:
     """Serves all runs in turn. One thread calls ``serve_runs``; any thread may call the rest.
 
-    Args:
-        shipper: None without a collector.
-        relay: delivers commands.
-        runs: returns the served runs; the mapping is replaced, never changed.
-        reachable: whether a collector is currently available; it may search for one.
+    The mapping that ``runs`` returns is replaced, never changed. ``reachable`` may search for a
+    collector.
     """
 
     def __init__(

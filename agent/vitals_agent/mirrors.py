@@ -88,6 +88,3 @@ def _limit_log_size(log: Path) -> None:
             # The mirror appends to it, so it continues at the start of the file.
             os.truncate(log, 0)
             _LOG.warning("mirror_log_emptied path=%s bytes=%d", log, MAX_LOG_BYTES)
-
-
-__all__ = ["MAX_LOG_BYTES", "MirrorStarter"]

@@ -50,6 +50,13 @@ class RankProcess:
         return values
 
 
+def stat_fields(pid: int, thread: int | None = None) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` after the name, for the process or one thread."""
+    path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
+    # The name may contain anything, also parentheses.
+    return Path(path).read_text(errors="replace").rpartition(")")[2].split()
+
+
 def _cpu_seconds(process: psutil.Process) -> dict[str, Value]:
     times = process.cpu_times()
     return {"cpu_seconds": times.user + times.system}
@@ -73,9 +80,7 @@ def _context_switches(process: psutil.Process) -> dict[str, Value]:
 
 def _major_page_faults(process: psutil.Process) -> dict[str, Value]:
     """Return the major page faults, which need a disk; psutil does not provide them."""
-    stat = Path(f"/proc/{process.pid}/stat").read_bytes()
-    fields = stat.rpartition(b")")[2].split()  # the name before may contain anything
-    return {"major_page_faults": int(fields[9])}
+    return {"major_page_faults": int(stat_fields(process.pid)[9])}
 
 
 _READERS: tuple[Callable[[psutil.Process], dict[str, Value]], ...] = (
@@ -115,8 +120,7 @@ def _age(process: psutil.Process, clock: Clock) -> float:
     psutil uses the wall time of the boot, which it caches.
     """
     try:
-        stat = Path(f"/proc/{process.pid}/stat").read_bytes()
-        ticks = int(stat.rpartition(b")")[2].split()[19])
+        ticks = int(stat_fields(process.pid)[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError, AttributeError):  # ended, or not Linux
         return clock.time_ns() / 1e9 - float(process.create_time())

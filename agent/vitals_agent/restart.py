@@ -16,7 +16,7 @@ from trainvitals.clock import Clock
 from trainvitals.detect.hang import HangConfig, HangVerdict, may_end
 from trainvitals.records import Decision, DecisionMade, Note, ProcessState, RankActivity
 from trainvitals.units import humanize_seconds
-from vitals_agent.process import holds_files
+from vitals_agent.process import holds_files, stat_fields
 from vitals_agent.run import ServedRun
 
 GRACE_SECONDS = 30.0
@@ -61,20 +61,14 @@ class JobProcess:
 def process_start_ticks(pid: int) -> int:
     """Return the start of a process, in clock ticks since the boot; 0 if it does not exist."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        fields = stat_fields(pid)
     except OSError:
         return 0
     return int(fields[19]) if fields[0] not in "ZX" else 0
 
 
 class HungJob:
-    """The job of one run on this node, whose ranks are all here.
-
-    Args:
-        run: run of the job, which also stores the reports.
-        config: required duration of a page, and the budget.
-        clock: timestamps of the budget.
-    """
+    """The job of one run on this node, whose ranks are all here."""
 
     def __init__(self, run: ServedRun, config: HangConfig, clock: Clock) -> None:
         self._run = run
@@ -103,11 +97,7 @@ class HungJob:
     ) -> None:
         """End the job if it is time; continue an end that has started.
 
-        Args:
-            verdict: verdict of this check.
-            ranks: input of the verdict.
-            processes: the job's processes at this check.
-            now: monotonic seconds.
+        All arguments are those of one check; ``now`` is in monotonic seconds.
         """
         if self._kill_at is not None:
             self._kill_if_due(processes, now)
@@ -132,11 +122,7 @@ class HungJob:
                 "Vitals does not restart this job: the ranks run in containers whose process ids "
                 f"their agent cannot see. {verdict.text}"
             )
-            self._run.node_source.write_event(
-                Note(code="no_restart", text=text, severity="warning"),
-                step=verdict.step,
-                attempt=self._latest_attempt(),
-            )
+            self._report("no_restart", text, verdict)
             return
         budget, time_ns = self._config.max_restarts, self._clock.time_ns()
         recent = [t for t in self._run.run_dir.restarts() if t > time_ns - _DAY_NS]
@@ -148,11 +134,7 @@ class HungJob:
                 f"Vitals does not restart this job: {num_recent} of {budget} restarts per day are "
                 f"used up. {verdict.text}"
             )
-            self._run.node_source.write_event(
-                Note(code="restart_budget", text=text, severity="warning"),
-                step=verdict.step,
-                attempt=self._latest_attempt(),
-            )
+            self._report("restart_budget", text, verdict)
             return
         # Before the action, like all budgets: an agent that dies in between returns none.
         self._run.run_dir.write_restarts([*recent, time_ns])
@@ -162,8 +144,12 @@ class HungJob:
             process.send_signal(signal.SIGTERM)
         self._kill_at = now + GRACE_SECONDS
 
+    def _report(self, code: str, text: str, verdict: HangVerdict) -> None:
+        note = Note(code=code, text=text, severity="warning")
+        attempt = self._latest_attempt()
+        self._run.node_source.write_event(note, step=verdict.step, attempt=attempt)
+
     def _write_decision(self, verdict: HangVerdict, budget_left: int) -> None:
-        """Write the entry of the decision log."""
         hang_duration = humanize_seconds(self._config.restart_seconds)
         tails = self._run.tails.values()
         decision = Decision(
@@ -194,5 +180,4 @@ class HungJob:
         self._kill_at = None
 
     def _latest_attempt(self) -> int:
-        """Return the latest attempt of the job that hangs."""
         return max((tail.last.attempt for tail in self._run.tails.values()), default=0)

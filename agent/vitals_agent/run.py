@@ -15,6 +15,7 @@ from trainvitals.clock import Clock
 from trainvitals.errors import UNREADABLE, NewerVersionError, StorageError, VitalsError
 from trainvitals.identity import Identity, Source, new_incarnation
 from trainvitals.io.discovery import write_notice
+from trainvitals.io.journal import mark_journal_closed
 from trainvitals.io.private import read_own, replace_file
 from trainvitals.io.rundir import RunDir, is_full
 from trainvitals.io.spool import Key, Spool
@@ -160,7 +161,6 @@ class ServedRun:
         return self._get_or_create_source(Source("gpu", uuid))
 
     def _get_or_create_source(self, source: Source) -> AgentSource:
-        """Return the agent's source of rows about the node or a GPU."""
         key = str(source)
         if key not in self._sources:
             clock = self._facts.clock
@@ -274,7 +274,7 @@ class ServedRun:
                 if tail.is_quiet:
                     # Checked before the copy: all rows of a dead process can then be read.
                     tail.alive = tail.process.alive()
-                num_rows += tail.copy(self)
+                num_rows += tail.copy(self.append)
                 self._report_overflow(tail)
                 if not tail.alive and not tail.removed:
                     self._finish_dead_rank(tail)
@@ -296,7 +296,6 @@ class ServedRun:
         return num_rows
 
     def _sync_spool(self) -> None:
-        """Make the rows in the run's spool durable."""
         if self._dirty:
             self._dirty = False  # before the sync: another thread may append meanwhile
             try:
@@ -326,7 +325,7 @@ class ServedRun:
             self.node_source.write_event(note, step=tail.last.step, attempt=tail.last.attempt)
             # On disk before the journal is closed: a closed journal means that it was reported.
             self._sync_spool()
-        tail.mark_dead()
+        mark_journal_closed(tail.directory)  # a restarted agent sees that it was reported
 
     def _report_overflow(self, tail: JournalTail) -> None:
         """Report a rank that writes faster than it is read: at once, and after each doubling."""
@@ -360,7 +359,7 @@ class ServedRun:
             del self._of_other_nodes[directory]
             local = self.folder.parent
             other = AgentStateDir(self.run_dir.agent_path(identity.node), local)
-            if not directory.is_dir() or other.is_held():
+            if not directory.is_dir() or other.is_held_by_another():
                 continue
             self._of_other_nodes.clear()
             text = (

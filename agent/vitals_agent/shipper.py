@@ -31,7 +31,7 @@ from trainvitals.errors import (
     VitalsError,
     WriterKeyError,
 )
-from trainvitals.io.spool import SpoolPosition
+from trainvitals.io.spool import Key, Spool, SpoolPosition
 from trainvitals.wire import IngestReply, decode_batch
 from vitals_agent.backoff import BacklogRateLimit, Backoff
 from vitals_agent.faults import Faults
@@ -46,8 +46,6 @@ MAX_TRIES = 5
 MAX_RETRY_SECONDS = 60.0
 MIN_TOLD_TRIES = 8
 """Refusals of one batch, about two minutes, before a report: most problems end sooner."""
-
-Key = tuple[str, str, str]
 
 
 class IngestClient(Protocol):
@@ -64,40 +62,6 @@ class IngestClient(Protocol):
 
     def drop(self) -> None:
         """Close the connections: the other side cannot be trusted."""
-        ...
-
-
-class ShippedSpool(Protocol):
-    """The shipper's interface of a spool."""
-
-    @property
-    def acked(self) -> SpoolPosition:
-        """Position up to which everything is acknowledged."""
-        ...
-
-    @property
-    def kept_from(self) -> SpoolPosition:
-        """Start of the batches still stored, acknowledged or not."""
-        ...
-
-    def last_seqs(self) -> dict[Key, int]:
-        """Return the last durable sequence number by stream."""
-        ...
-
-    def newest_seq(self, key: Key) -> int:
-        """Return the last sequence number of a stream that was ever added."""
-        ...
-
-    def last_acked(self) -> bytes | None:
-        """Return the latest acknowledged batch, if it is still stored."""
-        ...
-
-    def read(self, start: SpoolPosition) -> Iterator[tuple[SpoolPosition, bytes]]:
-        """Yield the batches after ``start``, each with the position after it."""
-        ...
-
-    def ack(self, position: SpoolPosition) -> None:
-        """Release everything before ``position``."""
         ...
 
 
@@ -149,7 +113,7 @@ class _ShippingProgress:
     is_new: bool = True
     """Whether the collector may be another one, or may have lost rows since the last request."""
 
-    def is_done(self, sent: _InFlightBatch, spool: ShippedSpool) -> bool:
+    def is_done(self, sent: _InFlightBatch, spool: Spool) -> bool:
         """Return whether a batch is complete: durable, quarantined, or dropped by a full spool."""
         return self.is_settled(sent) or sent.end <= spool.acked
 
@@ -167,7 +131,7 @@ class _ShippingProgress:
             self.unacked.append(batch)
         self.cursor = batch.end
 
-    def record_durable(self, sent: _InFlightBatch, durable_seq: int, spool: ShippedSpool) -> bool:
+    def record_durable(self, sent: _InFlightBatch, durable_seq: int, spool: Spool) -> bool:
         """Record the durable number of a stream; return False if it is above all added rows."""
         key = sent.key
         inherited = self.inherited.get(key, -1)
@@ -185,7 +149,7 @@ class _ShippingProgress:
         while self.unacked and self.unacked[-1].end > position:
             self.unacked.pop()
 
-    def reread_spool(self, spool: ShippedSpool) -> None:
+    def reread_spool(self, spool: Spool) -> None:
         """Read everything still in the spool again."""
         self.is_rereading, self.last_reread, self.is_resumed = True, None, False
         self.reread_from = spool.kept_from
@@ -202,7 +166,7 @@ class _ShippingProgress:
         """Return whether the collector has the batch, or will never accept it."""
         return batch.last_seq <= self.durable.get(batch.key, -1) or batch.end in self.quarantined
 
-    def start_over(self, spool: ShippedSpool) -> None:
+    def start_over(self, spool: Spool) -> None:
         """Discard all replies of the collector, which may have lost the rows."""
         self.unacked.clear()
         self.durable.clear()
@@ -250,7 +214,7 @@ class Shipper:
         self._on_stopped = on_stopped
         self._progress: dict[str, _ShippingProgress] = {}
 
-    def ship(self, run_id: str, spool: ShippedSpool, now: float, writer_key: str = "") -> None:
+    def ship(self, run_id: str, spool: Spool, now: float, writer_key: str = "") -> None:
         """Send the new batches of the spool, as long as the budget and the pace allow."""
         if not self._backoff.due(now):
             return
@@ -304,7 +268,7 @@ class Shipper:
 
     # -------------------------------------------------------------------------- sending
 
-    def _send_spool(self, progress: _ShippingProgress, spool: ShippedSpool, now: float) -> None:
+    def _send_spool(self, progress: _ShippingProgress, spool: Spool, now: float) -> None:
         """Send a spool's new batches until the time or the rate is used up."""
         progress.all_sent = False
         began = self._stopwatch()
@@ -330,7 +294,7 @@ class Shipper:
     def _send_together(
         self,
         progress: _ShippingProgress,
-        spool: ShippedSpool,
+        spool: Spool,
         group: list[tuple[_InFlightBatch, bytes]],
         now: float,
     ) -> bool:
@@ -365,7 +329,7 @@ class Shipper:
     def _process_reply(
         self,
         progress: _ShippingProgress,
-        spool: ShippedSpool,
+        spool: Spool,
         sent: _InFlightBatch,
         raw: bytes,
         reply: IngestReply,
@@ -398,7 +362,7 @@ class Shipper:
     def _record_durable(
         self,
         progress: _ShippingProgress,
-        spool: ShippedSpool,
+        spool: Spool,
         sent: _InFlightBatch,
         reply: IngestReply,
         now: float,
@@ -420,7 +384,7 @@ class Shipper:
 
     # ------------------------------------------------------- refused and missing batches
 
-    def _check_latest_stored(self, progress: _ShippingProgress, spool: ShippedSpool) -> None:
+    def _check_latest_stored(self, progress: _ShippingProgress, spool: Spool) -> None:
         """Send the latest acknowledged batch to a collector that was down, to detect lost rows."""
         if not progress.is_new:
             return
@@ -466,7 +430,7 @@ class Shipper:
         progress.searched[sent.key] = sent.last_seq - sent.num_rows + 1  # only this spool had it
         progress.stopped.pop(sent.key, None)
 
-    def _try_again(self, progress: _ShippingProgress, spool: ShippedSpool, now: float) -> None:
+    def _try_again(self, progress: _ShippingProgress, spool: Spool, now: float) -> None:
         """Resend refused batches that are due; a stream continues once its own batch is stored."""
         for key, stopped in list(progress.stopped.items()):
             if now < stopped.due:
@@ -483,12 +447,11 @@ class Shipper:
     def _resend_batch(
         self,
         progress: _ShippingProgress,
-        spool: ShippedSpool,
+        spool: Spool,
         sent: _InFlightBatch,
         raw: bytes,
         now: float,
     ) -> None:
-        """Send a refused batch to the collector again."""
         self.num_resent_batches += 1
         try:
             # Without a query: all earlier batches were sent before it.
@@ -506,9 +469,7 @@ class Shipper:
 
     # -------------------------------------------------------------------- acknowledgements
 
-    def _query_durable_seqs(
-        self, progress: _ShippingProgress, spool: ShippedSpool, now: float
-    ) -> None:
+    def _query_durable_seqs(self, progress: _ShippingProgress, spool: Spool, now: float) -> None:
         """Query the durable numbers, if no new batch is sent whose reply would contain them.
 
         The query is the oldest batch of each stream again: the store knows it already.
@@ -526,9 +487,7 @@ class Shipper:
                 reply = self._ingest(progress, [raw])[0]
                 self._record_durable(progress, spool, waiting, reply, now)
 
-    def _ack_settled_batches(
-        self, progress: _ShippingProgress, spool: ShippedSpool, now: float
-    ) -> None:
+    def _ack_settled_batches(self, progress: _ShippingProgress, spool: Spool, now: float) -> None:
         """Release the spooled batches that the collector has, or never accepts."""
         # Settled batches of a stopped stream are not pending: they would fill the window.
         waiting = deque(each for each in progress.unacked if not progress.is_done(each, spool))
@@ -540,19 +499,18 @@ class Shipper:
             progress.durable.clear()
 
 
-def _read_batch(spool: ShippedSpool, batch: _InFlightBatch) -> bytes | None:
+def _read_batch(spool: Spool, batch: _InFlightBatch) -> bytes | None:
     """Return the batch from the spool; None if the spool was full and dropped it."""
     read = next(spool.read(batch.start), None)
     return read[1] if read is not None and read[0] == batch.end else None
 
 
 def _refusal_reply(error: FormatError) -> IngestReply:
-    """Return the error of a refused batch as a reply."""
     return IngestReply(durable_seq=-1, num_new=0, num_duplicate=0, code=error.code, text=error.text)
 
 
 def _group_batches(
-    spool: ShippedSpool, start: SpoolPosition, max_bytes: int
+    spool: Spool, start: SpoolPosition, max_bytes: int
 ) -> Iterator[list[tuple[_InFlightBatch, bytes]]]:
     """Yield the batches after ``start`` in groups that are sent together."""
     group: list[tuple[_InFlightBatch, bytes]] = []

@@ -4,14 +4,13 @@ It also keeps the latest state of a rank: the values for ``/metrics``, its clean
 acknowledgements of commands.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from trainvitals.detect.registry import countable_cause
 from trainvitals.identity import Identity
-from trainvitals.io.journal import JournalReader, mark_journal_closed
+from trainvitals.io.journal import JournalReader
 from trainvitals.io.segments import CLOSED
 from trainvitals.records import (
     BAD_GRADIENTS,
@@ -128,21 +127,10 @@ MAX_READS_PER_CYCLE = 64
 ROWS_PER_READ = 1024
 
 
-class BatchSink(Protocol):
-    """Destination of batches."""
-
-    def append(self, raw: bytes) -> bool:
-        """Write one batch at the end; False if it was refused permanently, and counted."""
-        ...
-
-
 class JournalTail:
     """Copies one rank's journal to the spool.
 
-    Args:
-        directory: directory of the journal.
-        identity: identity of its writer.
-        resume: last sequence number per stream that the spool already has.
+    ``resume`` has the last sequence number per stream that the spool already has.
     """
 
     def __init__(self, directory: Path, identity: Identity, resume: dict[str, int]) -> None:
@@ -165,7 +153,7 @@ class JournalTail:
         self._observed: dict[str, int] = {}
         self._reader.resume_after(resume)
 
-    def copy(self, sink: BatchSink) -> int:
+    def copy(self, append: Callable[[bytes], object]) -> int:
         """Append a rank's new rows to the spool; after an error, read them again."""
         if not self.directory.is_dir():
             self.removed = True  # deleted by another process: nothing is left to copy
@@ -176,7 +164,7 @@ class JournalTail:
             batches = self._reader.read(max_rows=ROWS_PER_READ)
             for batch in batches:
                 try:
-                    sink.append(encode_batch(batch.header, batch.rows))
+                    append(encode_batch(batch.header, batch.rows))
                 except Exception:
                     unknown = {each.header.stream: -1 for each in batches}
                     self._reader.resume_after({**unknown, **self._appended})
@@ -198,10 +186,8 @@ class JournalTail:
     def release_synced(self, durable: Mapping[str, int]) -> None:
         """Free durable rows in the journal, and read rows again that were appended but are not.
 
-        Call only after the spool's ``sync`` returned.
-
-        Args:
-            durable: last synced sequence number of each stream in the spool.
+        Call only after the spool's ``sync`` returned. ``durable`` has the last synced sequence
+        number of each stream in the spool.
         """
         is_whole = True
         for stream, seq in self._appended.items():
@@ -239,10 +225,6 @@ class JournalTail:
     def take_end(self) -> bool:
         """Return whether the writer ended or was marked dead, and all its rows are in the spool."""
         return self.removed or (self._reader.take_end() and self._appended == self._synced)
-
-    def mark_dead(self) -> None:
-        """Close the journal of a dead writer: a restarted agent sees that it was reported."""
-        mark_journal_closed(self.directory)
 
     def remove(self) -> None:
         """Delete the journal from shared memory; call when it is finished."""

@@ -212,7 +212,7 @@ class BrowserSessions:
         return bool(session.code) and self._now() < session.code_until
 
     def redeem(self, session: BrowserSession, token: str) -> bool:
-        """Give the session control if this is its code; a code is valid once, for few tries."""
+        """Give the session control if this is its code, valid once and for a few attempts."""
         text = "".join(token.split()).replace("-", "").upper()
         with self._lock:
             if not self.has_code(session):
@@ -275,7 +275,7 @@ class DashboardHosts:
         # Not ``proof``: that is public for any nonce.
         digest = hmac.new(self.token.encode(), b"cookie", hashlib.sha256).hexdigest()
         name = f"vitals-{digest[:12]}"
-        if not self._is_secure(host):
+        if not self.is_secure(host):
             return name
         return f"{'__Host' if self.public_path == '/' else '__Secure'}-{name}"
 
@@ -283,7 +283,7 @@ class DashboardHosts:
         """Return the Set-Cookie header; an empty value deletes the cookie."""
         path = self.public_path if host == self.public_host else "/"
         cookie = f"{self.cookie_name(host)}={value}; Path={path}; HttpOnly; SameSite=Strict"
-        cookie += "; Secure" if self._is_secure(host) else ""
+        cookie += "; Secure" if self.is_secure(host) else ""
         return cookie if value else f"{cookie}; Max-Age=0"
 
     def session_key(self, cookie_header: str, host: str) -> str:
@@ -296,7 +296,7 @@ class DashboardHosts:
         name = self.cookie_name(host)
         return next((value for key, _, value in pairs if key == name), "")
 
-    def _is_secure(self, host: str) -> bool:
+    def is_secure(self, host: str) -> bool:
         """Return whether browsers use HTTPS at this host name of the dashboard."""
         return host == self.public_host and self.public_url.startswith("https:")
 
@@ -338,9 +338,8 @@ class TokenMiddleware:
         is_open = is_signed_on or self._sessions.find(key, host) is not None
         if kind == "websocket":
             if is_open:
-                await self._app(
-                    scope, self._receive_while_signed_in(receive, send, key, host), send
-                )
+                receive = self._receive_while_signed_in(receive, send, key, host)
+                await self._app(scope, receive, send)
             else:
                 await send({"type": "websocket.close", "code": 1008})
         elif token is not None and not is_signed_on and _is_equal_secret(token, self._doors.token):
@@ -384,11 +383,10 @@ class TokenMiddleware:
         return checked
 
     def _add_security_headers(self, send: Any, headers: Mapping[str, str], host: str) -> Any:
-        """Add the headers of every response."""
         extra_headers = dict(self._headers)
         if nonce := headers.get(NONCE_HEADER):
             extra_headers[PROOF_HEADER] = proof(self._doors.token, nonce)
-        is_tls = self._doors.public_url.startswith("https:") and host == self._doors.public_host
+        is_tls = self._doors.is_secure(host)
 
         async def hardened(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
@@ -427,7 +425,6 @@ def _is_page(headers: Mapping[str, str]) -> bool:
 
 
 async def _send_refusal(kind: str, send: Any, status: int, body: bytes) -> None:
-    """Refuse a browser's HTTP request or WebSocket to the dashboard."""
     if kind == "websocket":
         await send({"type": "websocket.close", "code": 1008})
     else:
@@ -437,7 +434,6 @@ async def _send_refusal(kind: str, send: Any, status: int, body: bytes) -> None:
 async def _send_response(
     send: Any, status: int, body: bytes, headers: list[tuple[str, str]] | None = None
 ) -> None:
-    """Send a whole HTTP response of the dashboard's token middleware."""
     kind = "text/html" if body.startswith(b"<") else "text/plain"
     common = [
         ("content-type", f"{kind}; charset=utf-8"),

@@ -7,7 +7,6 @@ import streamlit as st
 from trainvitals.detect.registry import KINDS
 from trainvitals.errors import VitalsError
 from trainvitals.io.client import CollectorClient
-from trainvitals.policy.approval import WAITS_UNTIL
 from trainvitals.views import (
     AnnotationRequest,
     AnnotationView,
@@ -80,16 +79,6 @@ def proposed_command(view: DecisionView) -> Action | None:
     if decision.action == "rollback":
         return "rollback"
     return "halt" if decision.action == "halt" else None
-
-
-def is_awaiting_approval(view: DecisionView) -> bool:
-    """Return whether a decision waits for approval. A decision that got a response records it."""
-    return WAITS_UNTIL in view.decision.evidence
-
-
-def veto_text(view: DecisionView, by: str, reason: str) -> str:
-    """Return the note that rejects a proposed decision."""
-    return f"{_decision_label(view)}: vetoed by {by}: {reason}"
 
 
 def decision_response(view: DecisionView, notes: tuple[AnnotationView, ...]) -> str:
@@ -185,7 +174,7 @@ def draw_dismiss_form(source: DataSource, run: RunSummary, view: DecisionView, *
             if not (by.strip() and reason.strip()):
                 message = "Enter your name and a reason."
             else:
-                text = veto_text(view, by.strip(), reason.strip())
+                text = f"{_decision_label(view)}: vetoed by {by.strip()}: {reason.strip()}"
                 message = write_user_note(source.control, run, view.decision.step, text, by.strip())
                 message = message or "Dismissed; a note was saved."
         layout.draw_form_result(key, message)

@@ -69,7 +69,6 @@ def _flatten_tree(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _format_value(value: Any) -> str:
-    """Return a setting's value as text for the dashboard's run comparison."""
     if isinstance(value, list | tuple):
         return formatting.plain(", ".join(map(str, value)), 200)
     return formatting.plain(str(value), 200)
@@ -121,5 +120,4 @@ def _behind(source: DataSource, first: RunDetail, other: RunDetail) -> str:
 
 
 def _finite_values(reply: SeriesReply | None) -> list[float]:
-    """Return the finite values of a compared run's series."""
     return [] if reply is None else [value for value in reply.value if value is not None]

@@ -100,10 +100,7 @@ class ChartFeed:
     ) -> list[ChartLine | None]:
         """Return the series, or only the rows after those that the browser has.
 
-        Args:
-            source: of the collector.
-            detail: of the run.
-            requests: for each its name, the request and the role.
+        ``requests`` has for each its name, the request and the role.
         """
         seen = detail.summary.last_seen_unix_ns
         due = {
@@ -417,7 +414,6 @@ def _wire_mark(mark: SentMark, places: int) -> list[Any]:
 
 
 def _mount_component(feed: ChartFeed, message: Wire, zoomed: Zoomed | None) -> None:
-    """Mount the dashboard's chart component in the page with its message."""
     charts_key = f"charts_{feed.key}"
 
     def ranged() -> None:

@@ -28,6 +28,11 @@ def run_label(name: str, run_id: str, limit: int = 80) -> str:
     return plain(name, limit) or run_id
 
 
+def run_choice(name: str, run_id: str) -> str:
+    """Return a run's text in a choice; constant, because a browser identifies its choice by it."""
+    return f"{run_label(name, run_id, 60)}  ({run_id[-6:]})"
+
+
 def number(value: float | None, digits: int = 4) -> str:
     """Return a number with few digits, as on the dashboard; a dash if unmeasured."""
     if value is None:

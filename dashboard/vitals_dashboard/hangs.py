@@ -49,16 +49,13 @@ def rank_rows(stacks: Sequence[StacksView], culprits: set[int]) -> list[tables.R
             "Rank": view.rank,
             "": "waited for" if view.rank in culprits else "waits",
             "Last collective it began": formatting.plain("".join(view.collectives[-1:]), 120),
-            "Stood in": formatting.plain(innermost_call(view), 160),
+            "Stood in": formatting.plain(
+                view.calls[0].strip() if view.calls else f"no stacks: {view.detail}", 160
+            ),
             "Seen": tables.to_datetime(view.time_unix_ns),
         }
         for view in stacks
     ]
-
-
-def innermost_call(view: StacksView) -> str:
-    """Return the innermost call, or why there is none."""
-    return view.calls[0].strip() if view.calls else f"no stacks: {view.detail}"
 
 
 def group_by_calls(stacks: Sequence[StacksView]) -> list[list[StacksView]]:

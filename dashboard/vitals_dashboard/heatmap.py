@@ -129,11 +129,6 @@ def color_scale(cells: Floats, shade: Shade, unit: str, look: Palette) -> Spec:
     }
 
 
-def heat_map_height(reply: CellsReply) -> int:
-    """Return how many pixels the rows need."""
-    return max(MIN_HEIGHT, min(MAX_HEIGHT, AROUND + ROW_PIXELS * len(reply.rows)))
-
-
 def heat_map(
     title: str,
     reply: CellsReply,
@@ -176,7 +171,17 @@ def heat_map(
         "visualMap": scale,
         "tooltip": {"trigger": "item", "confine": True},
         "series": [
-            _cells_series(steps, unit, look, decisions, reply),
+            {
+                "type": "heatmap",
+                "datasetIndex": 0,
+                "encode": {"x": "step", "y": "row", "value": "shade"},
+                "progressive": 0,
+                "tooltip": {
+                    "formatter": f"{{@row}}<br>from step {{@step}}: <b>{{@value}}</b> {unit}"
+                },
+                "emphasis": {"itemStyle": {"borderColor": look.over, "borderWidth": 1}},
+                "markLine": _decision_lines(decisions, reply.step, look),
+            },
             *_crosses(reply, order),
         ],
     }
@@ -193,7 +198,6 @@ def _distinct(names: Sequence[str]) -> list[str]:
 
 
 def _category_axis(names: Sequence[str], label: Spec) -> Spec:
-    """Return the chart options of a heat map's axis, with a category per name."""
     return {
         "type": "category",
         "data": list(names),
@@ -208,7 +212,6 @@ def _category_axis(names: Sequence[str], label: Spec) -> Spec:
 def _build_cell_frame(
     cells: Floats, shade: Shade, scale: Spec, called: Sequence[str], steps: Sequence[str]
 ) -> pd.DataFrame:
-    """Return a data frame with a row for each measured cell of a heat map."""
     rows, columns = np.nonzero(np.isfinite(cells))
     shaded = np.clip(color_values(cells, shade), scale["min"], scale["max"])[rows, columns]
     values = cells[rows, columns]
@@ -220,24 +223,6 @@ def _build_cell_frame(
             "value": np.array([formatting.number(v) for v in values.tolist()], dtype=object),
         }
     )
-
-
-def _cells_series(
-    steps: Sequence[str],
-    unit: str,
-    look: Palette,
-    decisions: Iterable[DecisionView],
-    reply: CellsReply,
-) -> Spec:
-    return {
-        "type": "heatmap",
-        "datasetIndex": 0,
-        "encode": {"x": "step", "y": "row", "value": "shade"},
-        "progressive": 0,
-        "tooltip": {"formatter": f"{{@row}}<br>from step {{@step}}: <b>{{@value}}</b> {unit}"},
-        "emphasis": {"itemStyle": {"borderColor": look.over, "borderWidth": 1}},
-        "markLine": _decision_lines(decisions, reply.step, look),
-    }
 
 
 def _crosses(reply: CellsReply, order: Sequence[int]) -> list[Spec]:
@@ -259,7 +244,6 @@ def _crosses(reply: CellsReply, order: Sequence[int]) -> list[Spec]:
 def _cross_series(
     name: str, size: int, tooltip: str, cells: Iterable[tuple[int, int]], order: Sequence[int]
 ) -> Spec:
-    """Return the chart series of crosses at a heat map's non-finite cells."""
     row_index = {row: at for at, row in enumerate(order)}
     seen = [[column, row_index[row]] for row, column in cells if row in row_index]
     return {

@@ -214,9 +214,7 @@ def locate_collector(data: Path, token_file: str) -> CollectorLocation:
             " or name one with --collector URL --token-file FILE",
         )
     return CollectorLocation(
-        url=url,
-        token_file=token_file or str(data / "tokens.json"),
-        collector_data=str(data),
+        url=url, token_file=token_file or str(data / "tokens.json"), collector_data=str(data)
     )
 
 
@@ -263,14 +261,8 @@ def run_child_program(
 ) -> Iterator[DashboardProgram]:
     """Run a child process of `vitals dashboard`, with its output in ``log``.
 
-    It ends if this process is killed.
-
-    Args:
-        name: name in messages.
-        command: an interpreter's ``-m`` with a module and its arguments.
-        log: file of its output.
-        environ: its environment.
-        inherits: open files that it gets as well.
+    It ends if this process is killed. ``command`` is an interpreter's ``-m`` with a module and its
+    arguments; ``inherits`` are open files that the process gets as well.
     """
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -2,7 +2,7 @@
 
 import getpass
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import streamlit as st
 
@@ -19,6 +19,8 @@ from vitals_dashboard.theme import (
     Palette,
     palette,
 )
+
+T = TypeVar("T", bound=str)
 
 REFRESH_SECONDS = 5.0
 SLOW_SECONDS = 10.0
@@ -255,16 +257,12 @@ def _select_run(by_id: Mapping[str, RunSummary], requested: str) -> str | None:
         st.query_params.pop("incident", None)  # one of the run before
         st.session_state[_PICKED] = True
 
-    def label(run_id: str) -> str:
-        # The text must not change: a browser identifies its choice by it.
-        return f"{formatting.run_label(by_id[run_id].name, run_id, 60)}  ({run_id[-6:]})"
-
     selected = st.selectbox(
         "Run",
         list(by_id),
         index=list(by_id).index(requested) if requested in by_id else None,
         key=key,
-        format_func=label,
+        format_func=lambda run_id: formatting.run_choice(by_id[run_id].name, run_id),
         on_change=follow,
         label_visibility="collapsed",
         placeholder="Choose a run",
@@ -285,6 +283,33 @@ def run_head(run: RunSummary) -> None:
             st.badge(formatting.count(run.num_firing_alerts, "firing alert"), color="red")
 
 
+def draw_choice(
+    label: str, options: Sequence[T], key: str, *, default: T | None = None, **how: Any
+) -> T:
+    """Draw a choice of one of few, kept in the URL; ``default`` is the first if it is not given."""
+    default = options[0] if default is None else default
+    selected = st.segmented_control(
+        label, options, default=default, required=True, key=key, bind="query-params", **how
+    )
+    return selected if selected in options else default
+
+
+def draw_group_choice(label: str, groups: Sequence[str], key: str, hint: str) -> str:
+    """Draw a choice of the key by which runs are grouped; return "" if none is chosen."""
+    group = st.selectbox(
+        label,
+        groups,
+        index=None,
+        key=key,
+        bind="query-params",
+        placeholder=f"{hint} (or type config.KEY)",
+        label_visibility="collapsed",
+        accept_new_options=True,
+        width=230,
+    )
+    return str(group or "").strip()
+
+
 def step_range() -> tuple[int | None, int | None]:
     """Draw the first and last step to show, both in the URL; None is the run's own."""
     with st.container(horizontal=True, width="content"):  # on a narrow screen, both wrap
@@ -299,10 +324,7 @@ def step_range() -> tuple[int | None, int | None]:
                 width=115,
                 placeholder=empty,
             )
-            for label, key, empty in (
-                ("From step", "from", "first"),
-                ("To step", "to", "last"),
-            )
+            for label, key, empty in (("From step", "from", "first"), ("To step", "to", "last"))
         ]
     first, last = (None if value is None else int(value) for value in entered)
     if first is not None and last is not None and last < first:

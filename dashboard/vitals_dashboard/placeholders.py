@@ -7,7 +7,6 @@ from vitals_dashboard import formatting
 
 
 def _draw_notice(title: str, error: VitalsError | None, hint: str, icon: str) -> None:
-    """Draw a notice instead of a dashboard page: title, error and hint."""
     with st.container(border=True, key="notice"):
         st.markdown(f"{icon} **{title}**")
         if error is not None:
@@ -18,9 +17,7 @@ def _draw_notice(title: str, error: VitalsError | None, hint: str, icon: str) ->
 def collector_down(error: TransportError, *, again: bool = True) -> None:
     """Show that the collector does not respond, and that no data is lost.
 
-    Args:
-        error: the error.
-        again: whether the page retries; otherwise there is a button for it.
+    ``again``: whether the page retries; otherwise there is a button for it.
     """
     _draw_notice(
         "The collector does not answer",

@@ -109,7 +109,6 @@ def straggler_sentences(what: StragglerSummary) -> list[str]:
 
 
 def _straggler_sentence(straggler: Straggler, kind: str) -> str:
-    """Return a sentence about a slow rank or node, for the ranks page."""
     name = straggler.name.replace(":", " ", 1) if kind == "rank" else f"node {straggler.name}"
     where = f" on {straggler.node}" if straggler.node else ""
     others = f"the median of {straggler.of:,} {kind}s" if straggler.of > 2 else f"the other {kind}"
@@ -123,10 +122,7 @@ def _straggler_sentence(straggler: Straggler, kind: str) -> str:
 def blocking_rank_sentence(cells: heatmap.Floats, rows: Sequence[str], steps: Sequence[int]) -> str:
     """Return the blocking rank: the one that waits least, in most of the steps.
 
-    Args:
-        cells: (ranks, steps) seconds that each waited.
-        rows: the ranks.
-        steps: the steps.
+    ``cells`` (ranks, steps) are the seconds that each waited.
     """
     whole = cells[:, np.isfinite(cells).all(axis=0)]
     if len(rows) < 2 or not whole.size:
@@ -144,5 +140,4 @@ def blocking_rank_sentence(cells: heatmap.Floats, rows: Sequence[str], steps: Se
 
 
 def _format_seconds(seconds: float) -> str:
-    """Return a step's duration as text, for the ranks page."""
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainvitals.goodput import BUCKETS
 from trainvitals.hindsight import HINDSIGHT_WORDS
-from trainvitals.records import SEVERITY_WORDS, Command
+from trainvitals.records import SEVERITY_WORDS
 from trainvitals.units import humanize_seconds
 from trainvitals.views import (
     AlertView,
@@ -25,13 +25,7 @@ from trainvitals.views import (
     StepData,
 )
 from vitals_dashboard import formatting
-from vitals_dashboard.theme import (
-    ACTIONS,
-    ALERT_WORDS,
-    CHECKPOINT_WORDS,
-    HEALTH_WORDS,
-    STATE_WORDS,
-)
+from vitals_dashboard.theme import ACTIONS, ALERT_WORDS, CHECKPOINT_WORDS, HEALTH_WORDS, STATE_WORDS
 
 Row = dict[str, Any]
 
@@ -100,11 +94,6 @@ def sort_runs(runs: Iterable[RunSummary], order: str = "newest first") -> list[R
     return sorted(runs, key=ORDERS.get(order, ORDERS["newest first"]))
 
 
-def _observed(view: DecisionView) -> str:
-    """Describe a policy action that was not taken, and whether it should have been."""
-    return ", ".join(filter(None, ("observed", HINDSIGHT_WORDS.get(view.hindsight, ""))))
-
-
 def decision_rows(decisions: Sequence[DecisionView]) -> list[Row]:
     """Return the decision log, latest first."""
     rows = []
@@ -112,10 +101,11 @@ def decision_rows(decisions: Sequence[DecisionView]) -> list[Row]:
         decision = view.decision
         look = ACTIONS.get(decision.action)
         word = f"{look.icon} {look.word}" if look else str(decision.action)
+        observed = ", ".join(filter(None, ("observed", HINDSIGHT_WORDS.get(view.hindsight, ""))))
         rows.append(
             {
                 "Step": decision.step,
-                "Action": word if decision.acted else f"{word} ({_observed(view)})",
+                "Action": word if decision.acted else f"{word} ({observed})",
                 "Reason": formatting.plain(decision.reason, 400),
                 "Rule": formatting.plain(decision.rule, 60),
                 "Rank": decision.rank if decision.rank >= 0 else None,
@@ -317,17 +307,12 @@ def step_data_rows(data: Sequence[StepData]) -> list[Row]:
     ]
 
 
-def _command_text(command: Command) -> str:
-    """Return a manual command as text for the dashboard's table."""
-    is_accept = command.action == "accept"
-    return f"accept step {command.argument:,.0f}" if is_accept else command.action
-
-
 def command_rows(commands: Sequence[CommandView]) -> list[Row]:
     """Return the commands and their results, latest first."""
     return [
         {
-            "Action": _command_text(view.command),
+            "Action": view.command.action
+            + (f" step {view.command.argument:,.0f}" if view.command.action == "accept" else ""),
             "Answer": view.status,
             "Reason": formatting.plain(view.command.reason, 300),
             "Detail": formatting.plain(view.detail, 300),

@@ -15,11 +15,6 @@ MAX_TEXT = 600
 _SHAPES = {True: "\N{BLACK UP-POINTING TRIANGLE} Open incident", False: "\N{CHECK MARK} Resolved"}
 
 
-def is_urgent(run: RunSummary, judged: RunVerdict) -> bool:
-    """Return whether an operator has to act: only then does the page show a command."""
-    return run.state in ("halted", "failed", "lost") or any(i.is_open for i in judged.incidents)
-
-
 def draw_verdict_strip(run: RunSummary, judged: RunVerdict) -> None:
     """Draw the verdict on a run in two lines at most; the rest folds out above what follows."""
     verdict = judged.verdict
@@ -50,7 +45,10 @@ def draw_verdict_strip(run: RunSummary, judged: RunVerdict) -> None:
             icon=":material/emergency:",
             query_params={"run": run.run_id, "incident": verdict.incident_id},
         )
-    if not (is_urgent(run, judged) and verdict.commands):
+    is_urgent = run.state in ("halted", "failed", "lost") or any(
+        i.is_open for i in judged.incidents
+    )
+    if not (is_urgent and verdict.commands):  # nobody has to act
         return
     with st.container(horizontal=True, vertical_alignment="center", key="strip_next"):
         st.text(formatting.plain(f"Next: {verdict.next}", MAX_TEXT))
@@ -124,13 +122,3 @@ def headline(run: RunSummary, judged: RunVerdict | None) -> str:
     return formatting.plain(
         description if is_open or run.state != "running" else f"Resolved: {description}", 300
     )
-
-
-__all__ = [
-    "draw_verdict_panel",
-    "draw_verdict_strip",
-    "draw_verdict_timeline",
-    "headline",
-    "is_urgent",
-    "ticket_of",
-]

@@ -240,7 +240,6 @@ def _read_line(path: Path) -> str:
 
 
 def _write_and_print(directory: Path, files: dict[str, str], *, force: bool) -> None:
-    """Write generated deployment files, and print their paths."""
     for path in write_files(directory, files, force=force):
         typer.echo(path)
 

@@ -37,15 +37,7 @@ def render() -> None:
     """Draw the dashboard page of alerts."""
     layout.heading("Alerts")
     with st.container(horizontal=True, vertical_alignment="center", key="alert_controls"):
-        shown = st.segmented_control(
-            "Show",
-            SHOWN,
-            default="firing",
-            required=True,
-            key="show",
-            bind="query-params",
-            label_visibility="collapsed",
-        )
+        shown = layout.draw_choice("Show", SHOWN, "show", label_visibility="collapsed")
         text = st.text_input(
             "Search",
             key="alert",
@@ -59,12 +51,11 @@ def render() -> None:
         st.space("stretch")
         live = layout.live_toggle()
     layout.draw_periodically(
-        lambda source: _draw_body(source, str(shown), str(text or "")), live=live, key="alerts_body"
+        lambda source: _draw_body(source, shown, str(text or "")), live=live, key="alerts_body"
     )
 
 
 def _draw_body(source: DataSource, shown: str, text: str) -> None:
-    """Draw the alerts page below its controls, for the chosen state and search."""
     every = source.client.ask(AlertsQuestion())
     runs = {run.run_id: run for run in source.client.ask(RunsQuestion())} if every else {}
     alerts = [alert for alert in every if _matches_search(alert, runs, text)]
@@ -91,7 +82,6 @@ def _draw_body(source: DataSource, shown: str, text: str) -> None:
 
 
 def _matches_search(alert: AlertView, runs: _Runs, text: str) -> bool:
-    """Return whether an alert has all words of the alerts page's search box."""
     of_run = f"{_run_label(alert.run_id, runs)} {alert.run_id}"
     haystack = f"{alert.title} {alert.name} {alert.summary} {of_run}".casefold()
     return all(needle in haystack for needle in text.casefold().split())
@@ -216,7 +206,6 @@ def _query_params(alert: AlertView) -> dict[str, str]:
 
 
 def _facts_line(alert: AlertView, runs: _Runs, now: int) -> str:
-    """Return an alert's run, step, age and silence in one line."""
     facts = [
         _run_label(alert.run_id, runs),
         f"step {alert.step:,}" if alert.step >= 0 else "",

@@ -25,7 +25,6 @@ def render() -> None:
 
 
 def _draw_body(source: DataSource, run: RunSummary) -> None:
-    """Draw the body of the checkpoints page."""
     every = source.client.ask(CheckpointsQuestion(run_id=run.run_id))
     if not every:
         st.caption(

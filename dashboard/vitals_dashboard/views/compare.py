@@ -43,15 +43,7 @@ def render() -> None:
     layout.heading("Compare")
     load_charts()
     with st.container(horizontal=True, vertical_alignment="center", key="compare_controls"):
-        axis = st.segmented_control(
-            "Aligned by",
-            ALONG,
-            default="step",
-            required=True,
-            key="along",
-            bind="query-params",
-            label_visibility="collapsed",
-        )
+        axis = layout.draw_choice("Aligned by", ALONG, "along", label_visibility="collapsed")
         smoothing = st.slider(
             "Smoothing",
             0.0,
@@ -65,24 +57,14 @@ def render() -> None:
             label_visibility="collapsed",
         )
         log = st.toggle("Log", key="log", bind="query-params")
-        group = st.selectbox(
-            "Mean of runs by",
-            search.GROUPS,
-            index=None,
-            key="mean_by",
-            bind="query-params",
-            placeholder="Mean by (or type config.KEY)",
-            label_visibility="collapsed",
-            accept_new_options=True,
-            width=230,
-        )
+        group = layout.draw_group_choice("Mean of runs by", search.GROUPS, "mean_by", "Mean by")
         st.space("stretch")
         live = layout.live_toggle()
     options = CompareControls(
-        axis=axis if axis in ALONG else "step",
+        axis=axis,
         smoothing=float(smoothing),
         log=bool(log),
-        group=str(group or "").strip(),
+        group=group,
     )
     layout.draw_runs_periodically(
         lambda source: _draw_body(source, options), _requested_runs(), live=live, key="compare_body"
@@ -90,7 +72,6 @@ def render() -> None:
 
 
 def _draw_body(source: DataSource, options: CompareControls) -> None:
-    """Draw the body of the page that compares runs."""
     runs = tables.sort_runs(source.client.ask(RunsQuestion()))
     if not runs:
         placeholders.no_runs()
@@ -159,10 +140,6 @@ def _draw_run_multiselect(runs: Sequence[RunSummary]) -> list[str]:
         st.text(f"Not here: {formatting.plain(', '.join(missing), 120)}")
     st.session_state["compared"] = compared
 
-    def label(run_id: str) -> str:
-        # The text must not change: a browser identifies its choice by it.
-        return f"{formatting.run_label(by_id[run_id].name, run_id, 60)}  ({run_id[-6:]})"
-
     def follow() -> None:
         st.query_params["runs"] = st.session_state["compared"]
 
@@ -170,7 +147,7 @@ def _draw_run_multiselect(runs: Sequence[RunSummary]) -> list[str]:
         "Runs",
         list(by_id),
         key="compared",
-        format_func=label,
+        format_func=lambda run_id: formatting.run_choice(by_id[run_id].name, run_id),
         on_change=follow,
         max_selections=MAX_RUNS,
         label_visibility="collapsed",
@@ -227,10 +204,7 @@ def _group_run_lines(
 ) -> list[tuple[str, list[ChartLine]]]:
     """Return the curves of the runs with an equal value, by its name and number of runs.
 
-    Args:
-        by: a field of the summary, or ``config.KEY``.
-        details: by the names of the runs.
-        lines: the curves, with these names.
+    ``details`` and ``lines`` have the same names of runs.
     """
     line_of = {details[line.name].summary.run_id: line for line in lines}
     runs = [details[line.name].summary for line in lines]

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import streamlit as st
 
@@ -10,8 +9,6 @@ from trainvitals.views import DecisionView
 from vitals_dashboard import layout
 from vitals_dashboard.charts import Axis, StepScale
 from vitals_dashboard.charts.marks import mark_text
-
-T = TypeVar("T", bound=str)
 
 RANGE = "range"
 WINDOWS = {"all steps": 0, "last 5000": 5_000, "last 1000": 1_000, "last 200": 200, RANGE: 0}
@@ -53,9 +50,9 @@ class ChartControls:
 def draw_chart_controls() -> ChartControls:
     """Draw the controls and return their values."""
     with st.popover("View", icon=":material/tune:", key="run_view"):  # the curves need the space
-        window = str(_draw_choice("Steps", tuple(WINDOWS), "window"))
+        window = str(layout.draw_choice("Steps", tuple(WINDOWS), "window"))
         first, last = _draw_step_range() if window == RANGE else (None, None)
-        axis = _draw_choice("Along x", AXES, "x")
+        axis = layout.draw_choice("Along x", AXES, "x")
         smoothing = st.slider("Smoothing", 0.0, 0.99, 0.0, 0.01, key="smooth", bind="query-params")
         log_loss = st.toggle("Log loss", key="log", bind="query-params")
         discarded = st.toggle(
@@ -76,19 +73,6 @@ def draw_chart_controls() -> ChartControls:
         log_loss=bool(log_loss),
         discarded=bool(discarded),
     )
-
-
-def _draw_choice(label: str, options: Sequence[T], key: str) -> T:
-    """Draw a choice of one of few; the first is what an address without it means."""
-    selected = st.segmented_control(
-        label,
-        options,
-        default=options[0],
-        required=True,
-        key=key,
-        bind="query-params",
-    )
-    return selected if selected in options else options[0]
 
 
 def _draw_step_range() -> tuple[int | None, int | None]:
@@ -153,18 +137,18 @@ def has_zoomed() -> bool:
 def around(decisions: Sequence[DecisionView]) -> None:
     """Draw the way to the steps around a decision."""
     newest = sorted(decisions, key=lambda view: view.decision.ledger_seq, reverse=True)
-    shown = {view.decision.ledger_seq: view for view in newest if _is_marked(view)}
+    shown = {
+        view.decision.ledger_seq: view for view in newest if view.decision.action != "continue"
+    }
     if not shown:
         return
 
     def go() -> None:
         selected = shown.get(st.session_state["around"])
         if selected is not None:
-            decision = selected.decision
-            first = min(
-                decision.step, _first_affected_step(decision.rollback_to_step, decision.step)
-            )
-            zoom_to(first - MARGIN, decision.step + MARGIN)
+            step, back_to = selected.decision.step, selected.decision.rollback_to_step
+            first = min(step, back_to) if back_to >= 0 else step
+            zoom_to(first - MARGIN, step + MARGIN)
             st.session_state["around"] = None
 
     st.selectbox(
@@ -177,13 +161,3 @@ def around(decisions: Sequence[DecisionView]) -> None:
         placeholder="Go to a decision",
         label_visibility="collapsed",
     )
-
-
-def _is_marked(view: DecisionView) -> bool:
-    """Return whether a decision took an action, so that it can be jumped to."""
-    return view.decision.action != "continue"
-
-
-def _first_affected_step(rollback_to_step: int, step: int) -> int:
-    """Return the first step that a decision affects, for the zoom of the curves."""
-    return rollback_to_step if rollback_to_step >= 0 else step

@@ -234,7 +234,6 @@ def last_values(source: DataSource, detail: RunDetail) -> LastValues:
 
 
 def _finite_points(reply: SeriesReply | None) -> list[tuple[int, float]]:
-    """Return the steps and finite values of a series, for the run page."""
     if reply is None:
         return []
     pairs = zip(reply.step, reply.value, strict=True)
@@ -259,12 +258,7 @@ class ChartSpec:
 def build_charts(
     view: ChartContext, extra_metrics: Sequence[str] = ()
 ) -> tuple[list[charts.Chart], list[ChartLine]]:
-    """Return all charts there is something for, and the lines of the loss.
-
-    Args:
-        view: subject and options.
-        extra_metrics: selected metrics.
-    """
+    """Return all charts there is something for, and the lines of the loss."""
     loss = view.with_limit("steps.loss", "loss", points=POINTS)
     first = ChartSpec(title="Loss", curves=loss, log=view.controls.log_loss)
     below = list(_chart_specs(view, extra_metrics))

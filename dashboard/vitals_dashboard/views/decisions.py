@@ -6,6 +6,7 @@ import streamlit as st
 
 from trainvitals.hindsight import HINDSIGHT_WORDS, summarize_outcomes
 from trainvitals.policy.actions import rule_words
+from trainvitals.policy.approval import WAITS_UNTIL
 from trainvitals.views import (
     AnnotationsQuestion,
     AnnotationView,
@@ -30,7 +31,6 @@ def render() -> None:
 
 
 def _draw_body(source: DataSource, run: RunSummary) -> None:
-    """Draw the body of the decision log's page."""
     ledger = source.client.ask(DecisionsQuestion(run_id=run.run_id))
     notes = source.client.ask(AnnotationsQuestion(run_id=run.run_id))
     shown = _filter_decisions(ledger)
@@ -134,7 +134,7 @@ def _draw_decision_commands(source: DataSource, run: RunSummary, view: DecisionV
             commands.draw_accept_form(source, run, view.decision.step, key=f"accept_{key}")
         if action is None:
             return
-        if commands.is_awaiting_approval(view):
+        if WAITS_UNTIL in view.decision.evidence:  # it asks for approval
             number = view.decision.ledger_seq
             answers: tuple[tuple[commands.Action, str], ...] = (
                 ("approve", "Approve"),

@@ -49,7 +49,6 @@ def render() -> None:
 
 
 def _draw_body(source: DataSource, run: RunSummary) -> None:
-    """Draw the body of an incident's page."""
     every = source.client.ask(IncidentsQuestion(run_id=run.run_id))
     if not every:
         st.caption(
@@ -101,7 +100,6 @@ def _choice(run: RunSummary, every: Sequence[IncidentView]) -> None:
 
 
 def _draw_incident_summary(run: RunSummary, incident: IncidentView, now_unix_ns: int) -> None:
-    """Draw the main facts on one screen."""
     with st.container(border=True, key="incident_summary", gap="small"):
         with st.container(horizontal=True, vertical_alignment="center", key="incident_head"):
             with st.container(key="incident_title", width="content"):

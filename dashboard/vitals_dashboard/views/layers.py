@@ -8,26 +8,14 @@ from vitals_dashboard.heatmap_page import MetricChoice
 from vitals_dashboard.source import DataSource
 
 CHOICES = (
-    MetricChoice(word="grad norm", metric="layers.grad_norm", title="Gradient norm of each layer"),
+    MetricChoice("grad norm", "layers.grad_norm", "Gradient norm of each layer"),
+    MetricChoice("update ratio", "layers.update_ratio", "Update to weight of each layer"),
+    MetricChoice("weight norm", "layers.weight_norm", "Weight norm of each layer"),
+    MetricChoice("activation", "layers.activation_rms", "Activation (RMS) of each module"),
     MetricChoice(
-        word="update ratio", metric="layers.update_ratio", title="Update to weight of each layer"
+        "largest activation", "layers.activation_max", "Largest activation of each module"
     ),
-    MetricChoice(
-        word="weight norm", metric="layers.weight_norm", title="Weight norm of each layer"
-    ),
-    MetricChoice(
-        word="activation", metric="layers.activation_rms", title="Activation (RMS) of each module"
-    ),
-    MetricChoice(
-        word="largest activation",
-        metric="layers.activation_max",
-        title="Largest activation of each module",
-    ),
-    MetricChoice(
-        word="dead features",
-        metric="layers.activation_dead_ratio",
-        title="Dead features of each module",
-    ),
+    MetricChoice("dead features", "layers.activation_dead_ratio", "Dead features of each module"),
 )
 
 
@@ -38,7 +26,6 @@ def render() -> None:
 
 
 def _draw_body(source: DataSource, run: RunSummary) -> None:
-    """Draw the body of a run's layers page."""
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
     choice, shade, steps = heatmap_page.draw_heat_map_controls(
         CHOICES, key="layers", shade="change"

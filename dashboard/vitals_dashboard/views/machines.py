@@ -31,9 +31,7 @@ def build_machine_charts(
 ) -> tuple[list[charts.Chart], str]:
     """Return the charts of the strip, and a description of missing data.
 
-    Args:
-        view: subject and options.
-        loss: the curves with the times of the visible steps.
+    ``loss`` has the curves with the times of the visible steps.
     """
     gpus, nodes = view.sources("gpu"), view.sources("node")
     metrics = view.detail.metrics
@@ -46,7 +44,11 @@ def build_machine_charts(
         [
             [
                 view.choose_curve(
-                    metric, _source_label(source), source=source, points=POINTS, times=times
+                    metric,
+                    formatting.plain(source.replace(":", " ", 1), 24),
+                    source=source,
+                    points=POINTS,
+                    times=times,
                 )
                 for source in (gpus or nodes)[:MAX_SOURCES]
             ]
@@ -92,8 +94,3 @@ def _machine_notes(view: ChartContext, gpus: list[str], nodes: list[str]) -> lis
         if len(sources) > MAX_SOURCES and (what != "host" or not gpus):
             notes.append(f"{MAX_SOURCES} of {formatting.count(len(sources), what)} are drawn.")
     return notes
-
-
-def _source_label(source: str) -> str:
-    kind, _, name = source.partition(":")
-    return formatting.plain(f"{kind} {name}", 24)

@@ -53,17 +53,7 @@ def _draw_controls() -> RunFilter:
         max_chars=400,
         icon=":material/search:",
     )
-    group = st.selectbox(
-        "Group by",
-        search.GROUPS,
-        index=None,
-        key="group",
-        bind="query-params",
-        placeholder="Group by (or type config.KEY)",
-        label_visibility="collapsed",
-        accept_new_options=True,
-        width=230,
-    )
+    group = layout.draw_group_choice("Group by", search.GROUPS, "group", "Group by")
     order = st.selectbox(
         "Order",
         list(tables.ORDERS),
@@ -72,11 +62,10 @@ def _draw_controls() -> RunFilter:
         label_visibility="collapsed",
         width=170,
     )
-    return RunFilter(text=str(text or ""), group=str(group or "").strip(), order=str(order))
+    return RunFilter(text=str(text or ""), group=group, order=str(order))
 
 
 def _draw_body(source: DataSource, choice: RunFilter) -> None:
-    """Draw the body of the fleet page: totals, and the runs that match."""
     everything = source.client.ask(RunsQuestion())
     if not everything:
         placeholders.no_runs()
@@ -91,8 +80,7 @@ def _draw_body(source: DataSource, choice: RunFilter) -> None:
     if query.needs_configs or by.startswith(search.CONFIG):
         configs = configs_of(source.client, source.client.url, len(everything))
     runs = tables.sort_runs(
-        (run for run in everything if query.matches(run, configs.get(run.run_id, {}))),
-        choice.order,
+        (run for run in everything if query.matches(run, configs.get(run.run_id, {}))), choice.order
     )
     groups = search.grouped(runs, by, configs) if by else [("", runs)]
     _draw_run_list(source, choice, groups, num_runs=len(runs), num_all=len(everything))

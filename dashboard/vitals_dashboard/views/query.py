@@ -79,14 +79,10 @@ def _draw_question(runs: list[RunSummary]) -> tuple[TableQuestion | None, bool]:
     The query is None, with a message, if a run has to be selected first.
     """
     names = {ALL_RUNS: ALL_RUNS} | {
-        run.run_id: f"{formatting.run_label(run.name, run.run_id, 60)}  ({run.run_id[-6:]})"
-        for run in runs
+        run.run_id: formatting.run_choice(run.name, run.run_id) for run in runs
     }
     with st.container(horizontal=True, vertical_alignment="bottom", key="query_controls"):
-        table = st.segmented_control(
-            "Table", TABLES, default="steps", required=True, key="table", bind="query-params"
-        )
-        name: TableName = table if table in TABLES else "steps"
+        name = layout.draw_choice("Table", TABLES, "table", default="steps")
         run_id = _run_choice(names)
         branch = _branch_choice() if name in OF_ONE_RUN else "all"
         steps = layout.step_range() if name != "runs" else (None, None)

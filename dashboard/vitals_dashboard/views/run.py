@@ -70,12 +70,11 @@ def _draw_page(source: DataSource, options: ChartControls, live: bool) -> None:
         lambda: shown.draw(source, detail), shown.redraw, live=live, key="run_live"
     )
     _draw_curve_tools(source, detail, seen.decisions)
-    _draw_run_tables(
-        detail,
-        seen.decisions,
-        seen.checkpoints,
-        _query_probe_results(source, detail, seen.decisions),
-    )
+    # Results of the probe and of evaluations, for a run with any problem.
+    readings: Sequence[EventView] = ()
+    if seen.decisions:
+        readings = source.client.ask(EventsQuestion(run_id=run.run_id, kind="StateRead"))
+    _draw_run_tables(detail, seen.decisions, seen.checkpoints, readings)
     _draw_goodput(source, detail)
 
 
@@ -145,11 +144,7 @@ def _build_chart_context(
     source: DataSource, detail: RunDetail, options: ChartControls, happened: _RunEvents
 ) -> curves.ChartContext:
     """Return the view, with all events at their position along x."""
-    view = curves.ChartContext(
-        source=source,
-        detail=detail,
-        controls=options,
-    )
+    view = curves.ChartContext(source=source, detail=detail, controls=options)
     scale = curves.query_step_scale(view)
     if scale is None:
         st.caption(f"This run has no {options.axis} to draw along; steps are shown.")
@@ -261,7 +256,6 @@ def _draw_note_form(control: CollectorClient, detail: RunDetail) -> None:
 
 
 def _draw_facts(detail: RunDetail, now_unix_ns: int) -> None:
-    """Draw a run's id, project, mode, ranks and times in one line of its page."""
     summary, info = detail.summary, detail.info
     facts = (
         summary.run_id,
@@ -319,15 +313,6 @@ def _forecast_text(source: DataSource, detail: RunDetail) -> str:
     view = forecast_of(source, detail.summary)
     end = f"Ends {view.end_text()}" if view.finish_unix_ns else f"End {view.end_text()}"
     return f"{end}  |  Final loss {view.loss_text()}"
-
-
-def _query_probe_results(
-    source: DataSource, detail: RunDetail, decisions: Sequence[DecisionView]
-) -> Sequence[EventView]:
-    """Return the results of the probe and of evaluations, for a run with any problem."""
-    if not decisions:
-        return ()
-    return source.client.ask(EventsQuestion(run_id=detail.summary.run_id, kind="StateRead"))
 
 
 def _draw_run_tables(

@@ -89,7 +89,11 @@ def decode_otlp_request(body: bytes, *, is_json: bool) -> OtlpPoints:
         FormatError: the body is not a valid request.
     """
     try:
-        request = msgspec.json.decode(body) if is_json else _decode_request(memoryview(body))
+        if is_json:
+            request = msgspec.json.decode(body)
+        else:
+            parts = _embedded_messages(memoryview(body), 1)
+            request = {"resourceMetrics": [_decode_resource_metrics(part) for part in parts]}
     except UNREADABLE as error:
         raise FormatError(f"the body is not an OTLP metrics request: {error}") from error
     taken = OtlpPoints()
@@ -144,7 +148,6 @@ def _parse_point(point: Any, run_id: str, service: str, name: str) -> Point:
 
 
 def _parse_attributes(of: Any) -> dict[str, object]:
-    """Return the plain attributes of an object in an OTLP request."""
     attributes: dict[str, object] = {}
     for pair in _dicts_or_empty(of, "attributes"):
         value = _dict_or_empty(pair, "value")
@@ -164,15 +167,8 @@ def _dicts_or_empty(of: Any, name: str) -> list[Any]:
 
 
 def _dict_or_empty(of: Any, name: str) -> dict[str, Any]:
-    """Return an object in an OTLP request; empty if it is missing."""
     part = of.get(name) if isinstance(of, dict) else None
     return part if isinstance(part, dict) else {}
-
-
-def _decode_request(raw: memoryview) -> dict[str, Any]:
-    return {
-        "resourceMetrics": [_decode_resource_metrics(part) for part in _embedded_messages(raw, 1)]
-    }
 
 
 def _decode_resource_metrics(raw: memoryview) -> dict[str, Any]:
@@ -273,10 +269,7 @@ class _ServiceWriter:
     ) -> list[bytes]:
         """Return the batches of these points.
 
-        Args:
-            points: of this writer.
-            at: the run's latest attempt, and its latest step.
-            now_ns: since 1970.
+        ``at`` is the run's latest attempt, and its latest step.
         """
         attempt, newest = at
         new = dict.fromkeys(point.name for point in points if point.name not in self.names)
@@ -428,6 +421,3 @@ def _answer(taken: OtlpPoints) -> bytes:
     why = taken.why.encode()[:1_000]
     inner = b"\x08" + encode_varint(taken.num_refused) + b"\x12" + encode_varint(len(why)) + why
     return b"\x0a" + encode_varint(len(inner)) + inner
-
-
-__all__ = ["MAX_NAMES", "OtlpIntake", "OtlpPoints", "Point", "decode_otlp_request", "otlp_router"]

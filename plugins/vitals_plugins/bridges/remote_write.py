@@ -122,9 +122,8 @@ class RemoteWriter:
 
     def _collect_samples(self) -> None:
         values = dict(_iterate_run_samples(self._collector))
-        body = encode_write_request(
-            values, ended=self._last - values.keys(), unix_ms=self._unix_ms()
-        )
+        unix_ms = self._clock.time_ns() // 1_000_000
+        body = encode_write_request(values, ended=self._last - values.keys(), unix_ms=unix_ms)
         self._last = set(values)
         if not body:
             return
@@ -132,9 +131,6 @@ class RemoteWriter:
             self._waiting.popleft()
             self._count("dropped")
         self._waiting.append(body)
-
-    def _unix_ms(self) -> int:
-        return self._clock.time_ns() // 1_000_000
 
     def _push(self, body: bytes) -> bool:
         """Push one body; False: retry later."""
@@ -181,7 +177,6 @@ class RemoteWriter:
         return False
 
     def _count(self, outcome: str) -> None:
-        """Count a push of samples by its outcome."""
         with self._counters.lock:
             self._counters.remote_writes[outcome] += 1
 
@@ -243,7 +238,11 @@ def encode_write_request(
     values: dict[Series, float], *, ended: Iterable[Series], unix_ms: int
 ) -> bytes:
     """Return the WriteRequest of these samples, and of the end of series; b"" if empty."""
-    bits = [(series, struct.pack("<d", _normalize_nan(value))) for series, value in values.items()]
+    bits = [
+        # The ordinary NaN: other NaN bits may mark the end of a series.
+        (series, struct.pack("<d", math.nan if math.isnan(value) else value))
+        for series, value in values.items()
+    ]
     bits += [(series, _STALE) for series in ended]
     return b"".join(
         _encode_bytes_field(1, _encode_series(series, value, unix_ms)) for series, value in bits
@@ -255,11 +254,6 @@ def compress_snappy(body: bytes) -> bytes:
     import cramjam  # of the extra remote-write
 
     return bytes(cramjam.snappy.compress_raw(body))
-
-
-def _normalize_nan(value: float) -> float:
-    """Return the value, or the ordinary NaN: some NaN bits mark the end of a series."""
-    return math.nan if math.isnan(value) else value
 
 
 def _encode_series(series: Series, value: bytes, unix_ms: int) -> bytes:
@@ -277,6 +271,3 @@ def _encode_series(series: Series, value: bytes, unix_ms: int) -> bytes:
 def _encode_bytes_field(number: int, content: bytes) -> bytes:
     """Return a field that holds bytes (protobuf.dev, "Encoding")."""
     return encode_varint(number << 3 | 2) + encode_varint(len(content)) + content
-
-
-__all__ = ["RemoteWriter", "compress_snappy", "encode_write_request", "remote_writer"]

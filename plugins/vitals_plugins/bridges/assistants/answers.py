@@ -66,6 +66,24 @@ class ToolResponse:
     next: Sequence[str] = ()
     """Calls that continue from here."""
 
+    def render(self, *, max_kb: int = DEFAULT_KB) -> str:
+        """Return the response as JSON of at most ``max_kb`` KiB; it lists what it omits.
+
+        First rows and points are omitted, from the largest list; then texts are shortened.
+        """
+        max_bytes = 1024 * min(max(max_kb, 1), MAX_KB)
+        for limit in _TEXT_LIMITS:
+            lists = {name: list(rows[:MAX_ROWS]) for name, rows in self.lists.items()}
+            curve = downsample_points(self.curve, MAX_POINTS)
+            shrinks = True
+            while shrinks:
+                text = _encode(self, lists, curve, limit)
+                if len(text) <= max_bytes:
+                    return text.decode()
+                lists, curve, shrinks = _shrink_tool_response(lists, curve, limit)
+        too_large = f"the response has more than {max_bytes} bytes: call with max_kb={MAX_KB}"
+        return msgspec.json.encode({"omitted": [too_large]}).decode()
+
 
 def mark_as_data(text: str, limit: int) -> str:
     """Return text from a run as one printable line in brackets, without secrets."""
@@ -132,30 +150,9 @@ def downsample_points(points: Sequence[Point], num: int) -> list[Point]:
 
 
 def _point_value(point: Point) -> float:
-    """Return the number of a point in a tool response's curve."""
     value = point[1]
     assert isinstance(value, int | float)
     return value
-
-
-def render_tool_response(answer: ToolResponse, *, max_kb: int = DEFAULT_KB) -> str:
-    """Return the response as JSON of at most ``max_kb`` KiB; it lists what it omits.
-
-    First rows and points are omitted, from the largest list; then texts are shortened.
-    """
-    max_bytes = 1024 * min(max(max_kb, 1), MAX_KB)
-    for limit in _TEXT_LIMITS:
-        lists = {name: list(rows[:MAX_ROWS]) for name, rows in answer.lists.items()}
-        curve = downsample_points(answer.curve, MAX_POINTS)
-        shrinks = True
-        while shrinks:
-            text = _encode(answer, lists, curve, limit)
-            if len(text) <= max_bytes:
-                return text.decode()
-            lists, curve, shrinks = _shrink_tool_response(lists, curve, limit)
-    return msgspec.json.encode(
-        {"omitted": [f"the response has more than {max_bytes} bytes: call with max_kb={MAX_KB}"]}
-    ).decode()
 
 
 def _shrink_tool_response(
@@ -200,7 +197,9 @@ def _encode(
     body |= {name: as_json_value(rows, limit) for name, rows in lists.items() if answer.lists[name]}
     if curve:
         body["points"] = [
-            (step, as_json_value(_trust_nonfinite_name(value), limit)) for step, value in curve
+            # A text is the name of a non-finite number.
+            (step, as_json_value(Fixed(value) if isinstance(value, str) else value, limit))
+            for step, value in curve
         ]
     body |= {"units": answer.units} if answer.units else {}
     body |= {"omitted": omitted} if omitted else {}
@@ -209,8 +208,3 @@ def _encode(
     if OPEN.encode() in raw:
         raw = msgspec.json.encode({**body, "note": DATA_NOTE})
     return raw
-
-
-def _trust_nonfinite_name(value: Value) -> Value:
-    """Return a value of a curve; its texts are the names of non-finite numbers."""
-    return Fixed(value) if isinstance(value, str) else value

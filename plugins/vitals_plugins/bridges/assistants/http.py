@@ -44,9 +44,7 @@ def parse_listen(listen: str) -> tuple[str, int]:
 class TokenGate:
     """Refuses requests without a token, and keeps the token for the tools.
 
-    Args:
-        app: the server's app.
-        token: the only valid token; "": the collector checks the token of each query.
+    With the token "", the collector checks the token of each query.
     """
 
     def __init__(self, app: App, token: str) -> None:

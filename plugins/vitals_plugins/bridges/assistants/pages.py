@@ -9,7 +9,6 @@ from functools import cache
 from importlib.resources import files
 
 TEXT_FILE = "llms-full.txt"
-PAGE_MARK = "<!-- page: {} -->"
 _PAGE = re.compile(r"^<!-- page: (\S+) -->\n", re.M)
 _WORD = re.compile(r"[a-z0-9_]{2,}")
 _MAX_REPEATS = 3

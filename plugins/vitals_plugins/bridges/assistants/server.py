@@ -97,14 +97,13 @@ def _add_resources(server: MCPServer, tools: RunTools) -> None:
             _translate_errors(function, ResourceError)
         )
     for path, page in load_pages().items():
+        title = page.partition("\n")[0].lstrip("# ")
         server.resource(
-            page_uri(path), name=path, description=_title(page), mime_type="text/markdown"
+            f"vitals://docs/{path.removesuffix('.md')}",
+            name=path,
+            description=title,
+            mime_type="text/markdown",
         )(_page_reader(page))
-
-
-def page_uri(path: str) -> str:
-    """Return the URI of a page of the documentation."""
-    return f"vitals://docs/{path.removesuffix('.md')}"
 
 
 def _page_reader(page: str) -> Callable[[], str]:
@@ -112,11 +111,6 @@ def _page_reader(page: str) -> Callable[[], str]:
         return page
 
     return read
-
-
-def _title(page: str) -> str:
-    """Return the title of a documentation page that the MCP server provides."""
-    return page.partition("\n")[0].lstrip("# ")
 
 
 # ------------------------------------------------------------------------------------------ prompts

@@ -19,7 +19,7 @@ from trainvitals.detect.registry import KINDS as FINDING_KINDS
 from trainvitals.document.blocks import Block, Heading, Paragraph, TableBlock
 from trainvitals.judged_log import Cadence, JudgedStep, LoggedStep
 from trainvitals.records import SEVERITY_WORDS, Severity
-from trainvitals.units import humanize_seconds
+from trainvitals.units import humanize_count, humanize_seconds
 from vitals_collector.report.charts import CurvePlot
 from vitals_collector.report.curves import CurveMark, decision_mark, log_curve
 from vitals_plugins.bridges.importers import ImportedLog
@@ -242,7 +242,6 @@ def audit(
 def _add_alarms(
     judged: JudgedStep, index: int, alarms: list[LogAlarm], marks: list[CurveMark], loss_kind: str
 ) -> None:
-    """Add a record's findings and decisions to the alarms."""
     decision = judged.judgement.decision
     for finding in judged.judgement.findings:
         kind = FINDING_KINDS.get(finding.kind)
@@ -291,7 +290,6 @@ def _alarm_at(
 
 
 def _extend_alarm(alarm: LogAlarm, index: int, step: int, reason: str) -> None:
-    """Extend an audit's alarm to another record of the log, with its reason."""
     alarm.last_row = index
     alarm.first_step, alarm.last_step = min(alarm.first_step, step), max(alarm.last_step, step)
     if len(alarm.reasons) < MAX_LINES:
@@ -319,10 +317,7 @@ class _Trouble(NamedTuple):
 
 
 def _judge_ending(
-    alarm: LogAlarm,
-    log: Sequence[LoggedStep],
-    restarts: Sequence[int],
-    before: _Trouble | None,
+    alarm: LogAlarm, log: Sequence[LoggedStep], restarts: Sequence[int], before: _Trouble | None
 ) -> _Trouble | None:
     """Set how an alarm ended, from the log after it, and return the trouble it reported.
 
@@ -382,10 +377,7 @@ def _recovery_test(
 
 
 def _ending_at_log_end(
-    alarm: LogAlarm,
-    log: Sequence[LoggedStep],
-    onset: int,
-    is_back: Callable[[LoggedStep], bool],
+    alarm: LogAlarm, log: Sequence[LoggedStep], onset: int, is_back: Callable[[LoggedStep], bool]
 ) -> Ending:
     """Return how trouble ended that is not over by the log's end.
 
@@ -431,7 +423,6 @@ def _is_finite(logged: LoggedStep) -> bool:
 
 
 def _loss_or_nan(logged: LoggedStep) -> float:
-    """Return the loss of an audited log's record; NaN without one."""
     return math.nan if logged.loss is None else logged.loss
 
 
@@ -470,7 +461,7 @@ def audit_blocks(audit: Audit, title: str) -> list[Block]:
 
 def _summarize_audit(audit: Audit) -> str:
     log, alarms = audit.history.steps, audit.alarms
-    text = f"{_format_count(len(log), 'record')}, steps {log[0].step:,} to {log[-1].step:,}. "
+    text = f"{humanize_count(len(log), 'record')}, steps {log[0].step:,} to {log[-1].step:,}. "
     skips = sum(alarm.actions.get("skip_step", 0) for alarm in alarms)
     backs = sum(alarm.actions.get("rollback", 0) for alarm in alarms)
     halts = sum(alarm.actions.get("halt", 0) for alarm in alarms)
@@ -481,13 +472,13 @@ def _summarize_audit(audit: Audit) -> str:
         lacking = ", ".join(audit.lacking)
         return f"{text} That says nothing of {lacking}." if lacking else text
     text += (
-        f"Vitals would have skipped {_format_count(skips, 'update')}, rolled back "
+        f"Vitals would have skipped {humanize_count(skips, 'update')}, rolled back "
         f"{_format_times(backs)}, "
     )
     text += f"stopped the run {_format_times(halts)}, and paged {_format_times(pages)}, in "
-    text += f"{_format_count(len(alarms), 'alarm')}. "
+    text += f"{humanize_count(len(alarms), 'alarm')}. "
     text += (
-        f"{_format_count(wrong, 'alarm')} {'looks' if wrong == 1 else 'look'} wrong. "
+        f"{humanize_count(wrong, 'alarm')} {'looks' if wrong == 1 else 'look'} wrong. "
         if wrong
         else ""
     )
@@ -539,12 +530,11 @@ def _format_step_span(alarm: LogAlarm) -> str:
 
 
 def _format_actions(alarm: LogAlarm) -> str:
-    """Return the actions of Vitals in an audit's alarm as text."""
     parts = []
     for action, phrase in reversed(_ACTIONS.items()):
         num = alarm.actions.get(action, 0)
         if action == "skip_step" and num:
-            parts.append(f"skip {_format_count(num, 'update')}")
+            parts.append(f"skip {humanize_count(num, 'update')}")
         elif num:
             parts.append(phrase + (f" to step {alarm.rollback_to}" if action == "rollback" else ""))
     if any(action in alarm.further for action in ("rollback", "halt")):
@@ -557,7 +547,6 @@ def _format_actions(alarm: LogAlarm) -> str:
 
 
 def _ending_text(alarm: LogAlarm) -> str:
-    """Return the ending of an audit's alarm in the log, as text."""
     match alarm.ending:
         case "recovered" if alarm.is_flat:
             return f"loss fell at step {alarm.end_step}"
@@ -575,7 +564,6 @@ def _ending_text(alarm: LogAlarm) -> str:
 
 
 def _judgement_text(alarm: LogAlarm) -> str:
-    """Return whether an audit's alarm looks right or wrong, as text."""
     if alarm.is_false_alarm:
         return "looks wrong: it passed by itself"
     if alarm.ending in ("not recovered", "restarted"):
@@ -601,7 +589,6 @@ def _plot_blocks(audit: Audit) -> list[Block]:
 
 
 def _savings_blocks(audit: Audit) -> list[Block]:
-    """Describe the savings of each action, and their assumptions."""
     acting = [a for a in audit.alarms if a.action in ("rollback", "halt") or a.severity == "page"]
     if not acting:
         return []
@@ -642,14 +629,14 @@ def _savings_blocks(audit: Audit) -> list[Block]:
 
 def _format_duration(audit: Audit, steps: int) -> str:
     """Return lost or saved steps as text, with hours if the audited log has times."""
-    text = _format_count(steps, "step")
+    text = humanize_count(steps, "step")
     if audit.step_seconds is None:
         return text
     seconds = steps * audit.step_seconds
     text += f" ({humanize_seconds(seconds)}"
     if audit.gpus:
         text += (
-            f", {seconds * audit.gpus / 3600:,.3g} GPU-hours on {_format_count(audit.gpus, 'GPU')}"
+            f", {seconds * audit.gpus / 3600:,.3g} GPU-hours on {humanize_count(audit.gpus, 'GPU')}"
         )
     return text + ")"
 
@@ -681,14 +668,5 @@ def _limits(audit: Audit) -> list[str]:
     return limit_texts + list(audit.history.notes)
 
 
-def _format_count(num: int, what: str) -> str:
-    """Return a count with its noun, for an audit's text."""
-    return f"{num:,} {what}" + ("" if num == 1 else "s")
-
-
 def _format_times(num: int) -> str:
-    """Return a number of times as text for an audit: never, once, twice."""
     return {0: "never", 1: "once", 2: "twice"}.get(num, f"{num:,} times")
-
-
-__all__ = ["Audit", "LogAlarm", "audit", "audit_blocks"]

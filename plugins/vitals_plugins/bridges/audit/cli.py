@@ -28,8 +28,7 @@ Log = Annotated[
     ),
 ]
 Html = Annotated[
-    Path | None,
-    typer.Option(help="Write one self-contained page: no scripts, no other files."),
+    Path | None, typer.Option(help="Write one self-contained page: no scripts, no other files.")
 ]
 Form = Annotated[
     Literal["text", "json"],

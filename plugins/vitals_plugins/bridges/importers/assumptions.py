@@ -55,7 +55,6 @@ def about(history: ImportedLog) -> str:
 
 
 def _judging_assumptions(assumed: Assumed, cadence: Cadence) -> list[str]:
-    """Describe missing data and assumptions of a log."""
     unit = "records" if cadence.counts_records else "steps"
     text = f"judged as in {assumed.mode} with a readback lag of {LAG} step, as live"
     if assumed.mode != "guard":
@@ -138,8 +137,4 @@ def _format_records(records: int) -> str:
 
 
 def _format_times(num: int) -> str:
-    """Return a number of times as text, for notes on an imported log."""
     return "once" if num == 1 else f"{num} times"
-
-
-__all__ = ["Assumed", "about", "assumptions", "unavailable_checks"]

@@ -7,7 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 
 from trainvitals.errors import FormatError, UsageError
-from trainvitals.judged_log import LoggedStep
 from vitals_plugins.bridges.importers.columns import (
     KNOWN,
     ColumnChoice,
@@ -79,8 +78,8 @@ def _read_rows(
     head = next(csv.reader(first, delimiter=separator))
     names = [name.strip() for name in head]
     columns = choose_columns(names, column_options, str(path))
-    places = [names.index(columns[role]) if role in columns else -1 for role in KNOWN]
-    rows = ImportedRows(str(path), "row")
+    places = {role: names.index(name) for role, name in columns.items()}
+    rows = ImportedRows(path, "row", columns)
     row = -1
     for cells in csv.reader(lines, delimiter=separator):
         if not cells:
@@ -89,24 +88,15 @@ def _read_rows(
         if cells == head:
             rows.skip_row("that repeat the head")
             continue
-        rows.add(row, *(_cell(cells, position) for position in places))
-    history = ImportedLog(
-        source=str(path),
-        form="CSV",
-        steps=rows.steps,
-        columns=columns,
-        notes=rows.notes(),
-        evaluations=rows.evaluations,
-    )
-    return _reverse_history(history) if _newest_first(history.steps) else history
-
-
-def _newest_first(steps: Sequence[LoggedStep]) -> bool:
-    return len(steps) > 2 and all(b.step < a.step for a, b in pairwise(steps))
+        # A line may be shorter than the head.
+        rows.add(row, {role: cells[at] for role, at in places.items() if at < len(cells)})
+    history = rows.to_log("CSV")
+    steps = history.steps
+    is_reversed = len(steps) > 2 and all(b.step < a.step for a, b in pairwise(steps))
+    return _reverse_history(history) if is_reversed else history
 
 
 def _reverse_history(history: ImportedLog) -> ImportedLog:
-    """Return the history with its last record first."""
     return replace(
         history,
         steps=history.steps[::-1],
@@ -116,11 +106,6 @@ def _reverse_history(history: ImportedLog) -> ImportedLog:
             for position, seconds in history.evaluations.items()
         },
     )
-
-
-def _cell(cells: Sequence[str], position: int) -> str | None:
-    """Return the cell; None if there is no such column, or the line is shorter."""
-    return cells[position] if 0 <= position < len(cells) else None
 
 
 def _without_nul(lines: Iterator[str]) -> Iterator[str]:

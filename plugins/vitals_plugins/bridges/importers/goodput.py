@@ -25,7 +25,7 @@ def log_goodput(history: ImportedLog) -> Goodput:
         raise UsageError(f"{history.source} has no step with a loss or a gradient norm")
     step = np.array([record.step for record in history.steps], np.int64)
     seconds, waited, at = (
-        np.array([_or_nan(value) for value in values])
+        np.array(values, np.float64)  # None becomes NaN
         for values in zip(
             *((r.step_seconds, r.data_seconds, r.time_seconds) for r in history.steps), strict=True
         )
@@ -41,7 +41,7 @@ def log_goodput(history: ImportedLog) -> Goodput:
     unseen = "" if history.evaluations else "evaluations, "
     notes = [
         f"A log does not tell starts, compilation, checkpoints, {unseen}hangs, or waits for "
-        "other ranks: what is longer than a usual step is unknown.",
+        "other ranks: what is longer than a usual step is unknown."
     ]
     if np.isfinite(at).all() and not np.isfinite(seconds).any() and at[-1] <= at[0]:
         problem = "has one step alone" if len(at) == 1 else "has times that do not rise"
@@ -128,11 +128,3 @@ def _undone(step: Ints, backs: Ints) -> Mask:
     for back in backs:
         undone[:back] |= step[:back] >= step[back]
     return undone
-
-
-def _or_nan(value: float | None) -> float:
-    """Return a number of an imported log's record; NaN for None."""
-    return float("nan") if value is None else value
-
-
-__all__ = ["log_goodput"]

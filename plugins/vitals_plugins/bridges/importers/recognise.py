@@ -112,7 +112,13 @@ def _find_directory_log(folder: Path) -> ReadLog:
             raise UsageError(
                 f"{folder} holds {len(logs)} logs: {names}{more}", hint="name one of them"
             )
-        level = [child for directory in level for child in _folders(directory)]
+        level = [
+            path
+            for directory in level
+            for path in sorted(directory.iterdir())
+            # A link such as wandb's ``latest-run`` is not a second log.
+            if path.is_dir() and not path.is_symlink()
+        ]
     raise UsageError(
         f"{folder} holds no log; looked for run directories of Vitals, {TRAINER_STATE}, "
         "*tfevents*, *.wandb, *.jsonl with a loss",
@@ -153,8 +159,3 @@ def _checkpoint_step(path: Path) -> int | None:
     name, _, step = path.parent.name.rpartition("-")
     is_one = path.name == TRAINER_STATE and name == "checkpoint" and step.isdecimal()
     return int(step) if is_one else None
-
-
-def _folders(folder: Path) -> list[Path]:
-    """Return the subdirectories; a link such as wandb's ``latest-run`` is not a second log."""
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())

@@ -10,7 +10,6 @@ from vitals_plugins.bridges.importers.columns import (
     ColumnChoice,
     ImportedLog,
     ImportedRows,
-    add_record,
     choose_columns,
 )
 from vitals_plugins.bridges.importers.files import translate_read_errors
@@ -57,21 +56,14 @@ def read_tensorboard(
         ["step", *(tag for tag in tags if tag != "step")], column_options, str(path)
     )
     columns["step"], columns["time"] = "step", _WALL_TIME  # of each event
-    rows = ImportedRows(str(path), "row")
+    rows = ImportedRows(path, "row", columns)
     tags_read = set(columns.values()) - {"step", _WALL_TIME}
     for row, cells in enumerate(_rows_by_step(values, tags_read)):
-        add_record(rows, row, cells, columns)
+        rows.add_named(row, cells)
     columns["time"] = "wall_time"  # the displayed name
     if len(files) > 1:
         notes.append(f"{len(files)} event files were read as one log, in the order of their names")
-    return ImportedLog(
-        source=str(path),
-        form="TensorBoard",
-        steps=rows.steps,
-        columns=columns,
-        notes=rows.notes() + notes,
-        evaluations=rows.evaluations,
-    )
+    return rows.to_log("TensorBoard", notes)
 
 
 def _rows_by_step(values: Sequence[Value], tags: set[str]) -> list[dict[str, object]]:

@@ -18,7 +18,6 @@ from vitals_plugins.bridges.importers.columns import (
     ColumnChoice,
     ImportedLog,
     ImportedRows,
-    add_record,
     choose_columns,
     normalize_column_name,
 )
@@ -70,17 +69,10 @@ def read_wandb(path: Path, column_options: ColumnChoice) -> ImportedLog:
     has_better = any(normalize_column_name(name) in KNOWN["step"] for name in better)
     own_is_meant = column_options.step == _OWN_STEP or not has_better
     columns = choose_columns([*names] if own_is_meant else better, column_options, str(path))
-    rows = ImportedRows(str(path), "call")
+    rows = ImportedRows(path, "call", columns)
     for row, cells in enumerate(calls):
-        add_record(rows, row, cells, columns)
-    return ImportedLog(
-        source=str(path),
-        form="wandb",
-        steps=rows.steps,
-        columns=columns,
-        notes=rows.notes() + notes,
-        evaluations=rows.evaluations,
-    )
+        rows.add_named(row, cells)
+    return rows.to_log("wandb", notes)
 
 
 def logged_rows(path: Path, at: int) -> tuple[list[tuple[int, Cells]], int]:

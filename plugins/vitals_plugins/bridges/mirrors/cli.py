@@ -101,7 +101,6 @@ def _build_run_arguments(
 def _run_mirror_process(
     choice: RunChoice, target: "TrackerTarget", server: CollectorOptions, pipe: int
 ) -> None:
-    """Be the process of one target."""
     from vitals_plugins.bridges.mirrors import supervise
     from vitals_plugins.bridges.mirrors.trackers import open_tracker
     from vitals_plugins.bridges.mirrors.worker import (

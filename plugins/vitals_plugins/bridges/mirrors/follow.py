@@ -105,10 +105,7 @@ class EntryBatch(msgspec.Struct, frozen=True, kw_only=True):
 class RunFollower:
     """Reads one run from a cursor on.
 
-    Args:
-        reader: source of the rows; a collector or a directory.
-        run_id: the run's.
-        cursor: start position; it is not changed.
+    The cursor that is passed is not changed.
     """
 
     def __init__(self, reader: Reader, run_id: str, cursor: Cursor) -> None:
@@ -124,9 +121,7 @@ class RunFollower:
     def read_batches(self, detail: RunDetail, *, whole: bool = False) -> Iterator[EntryBatch]:
         """Yield new entries, in batches of some thousand rows.
 
-        Args:
-            detail: the run as it is.
-            whole: also query data that may have arrived late: at the end of a run.
+        ``whole``: also query data that may have arrived late, at the end of a run.
         """
         attempts = sorted(detail.attempts, key=lambda attempt: attempt.id)
         lineage = _AttemptLineage(attempts)
@@ -220,14 +215,9 @@ class RunFollower:
         lineage: "_AttemptLineage",
         rows: dict[tuple[int, int], TrackerRow],
     ) -> None:
-        """Add one scalar's new values to the rows."""
         reply = self._reader.ask(
             CurveQuestion(
-                run_id=self._run_id,
-                metric=metric,
-                branch="all",
-                from_step=span[0],
-                to_step=span[1],
+                run_id=self._run_id, metric=metric, branch="all", from_step=span[0], to_step=span[1]
             )
         )
         steps, ids, times = (
@@ -311,7 +301,6 @@ class _AttemptLineage:
 def _build_step_rows(
     columns: Sequence[str], data: Sequence[Sequence[object]], lineage: _AttemptLineage
 ) -> list[TrackerRow]:
-    """Return a row for each step of the reply's columns."""
     by_name = dict(zip(columns, data, strict=True))
     curves = {
         f"train/{_printable_name(name)}": cells
@@ -375,16 +364,3 @@ def _action_note(decision: Decision, time_unix_ns: int, lineage: _AttemptLineage
         title=f"Vitals: {decision.action} at step {decision.step}",
         text=printable(f"step {decision.step}: {decision_text(decision)}"),
     )
-
-
-__all__ = [
-    "ATTEMPT",
-    "SKIPPED",
-    "ActionNote",
-    "Cursor",
-    "Entry",
-    "EntryBatch",
-    "Fork",
-    "RunFollower",
-    "TrackerRow",
-]

@@ -156,6 +156,3 @@ def _descendant_pids(pid: int) -> list[int]:
 
 def _raise_keyboard_interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
-
-
-__all__ = ["HANG_SECONDS", "HELD", "USAGE", "supervise"]

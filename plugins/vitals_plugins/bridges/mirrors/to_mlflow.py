@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from trainvitals.errors import MissingDependencyError
 from trainvitals.views import RunState
 from vitals_plugins.bridges.mirrors.follow import ActionNote, Entry, TrackerRow
 from vitals_plugins.bridges.mirrors.worker import RunDescription, TrackerTarget
@@ -39,15 +38,9 @@ class MLflow:
         saved_state: dict[str, Any],
         unclean: bool,
     ) -> None:
-        try:
-            from mlflow.entities import Metric, Param, RunTag
-            from mlflow.tracking import MlflowClient
-        except ImportError as error:
-            raise MissingDependencyError(
-                "mirroring to MLflow needs the package mlflow or mlflow-skinny, which is not "
-                "installed",
-                hint="pip install 'trainvitals[mlflow]'",
-            ) from error
+        from mlflow.entities import Metric, Param, RunTag
+        from mlflow.tracking import MlflowClient
+
         self._metric, self._param, self._tag = Metric, Param, RunTag
         self._client: Any = MlflowClient(tracking_uri=target.where)
         self._unclean = unclean
@@ -151,6 +144,3 @@ def _allowed(name: str) -> str:
 
 def _split_into_chunks(items: Sequence[Any], size: int) -> Iterable[Sequence[Any]]:
     return (items[at : at + size] for at in range(0, len(items), size))
-
-
-__all__ = ["MLflow"]

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainvitals.errors import MissingDependencyError
 from trainvitals.io.private import sync_folder
 from trainvitals.printable import escape_markdown
 from trainvitals.views import RunState
@@ -168,16 +167,11 @@ class _TensorBoardFormat:
     """Used parts of TensorBoard: its messages, and their file format."""
 
     def __init__(self) -> None:
-        try:
-            from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
-            from tensorboard.summary.writer.record_writer import RecordWriter
-            from tensorboard.util.tensor_util import make_ndarray
-        except ImportError as error:
-            raise MissingDependencyError(
-                "mirroring to TensorBoard needs the package tensorboard, which is not installed",
-                hint="pip install 'trainvitals[tensorboard]'",
-            ) from error
+        from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+        from tensorboard.util.tensor_util import make_ndarray
+
         self.record_writer: Any = RecordWriter
         self._loader: Any = RawEventFileLoader
         self._events: Any = event_pb2
@@ -239,6 +233,3 @@ class _TensorBoardFormat:
         """Yield all events of the files directly in a directory, in the files' order."""
         for path in sorted(folder.glob("*.vitals")):
             yield from self._loader(str(path)).Load()
-
-
-__all__ = ["ROLLED_BACK", "TensorBoard", "folder_name"]

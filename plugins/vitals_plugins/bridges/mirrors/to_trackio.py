@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from trainvitals.errors import MissingDependencyError
 from trainvitals.views import RunState
 from vitals_plugins.bridges.mirrors.follow import Entry, TrackerRow
 from vitals_plugins.bridges.mirrors.worker import RunDescription, TrackerTarget
@@ -27,13 +26,8 @@ class Trackio:
         saved_state: dict[str, Any],
         unclean: bool,
     ) -> None:
-        try:
-            from trackio.sqlite_storage import SQLiteStorage
-        except ImportError as error:
-            raise MissingDependencyError(
-                "mirroring to trackio needs the package trackio, which is not installed",
-                hint="pip install 'trainvitals[trackio]'",
-            ) from error
+        from trackio.sqlite_storage import SQLiteStorage
+
         self._store: Any = SQLiteStorage
         self._about = about
         self._project = saved_state.get("project") or target.where or about.project or "vitals"
@@ -87,6 +81,3 @@ class Trackio:
 def _format_time(unix_ns: int) -> str:
     """Return the time in ISO format, in UTC."""
     return datetime.fromtimestamp(unix_ns / 1e9, UTC).isoformat()
-
-
-__all__ = ["Trackio"]

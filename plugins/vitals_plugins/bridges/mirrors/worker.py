@@ -247,17 +247,8 @@ def mirror_run(
 ) -> None:
     """Mirror a run until it is over.
 
-    Args:
-        opened: source of the run.
-        run_id: the run.
-        target: target of the mirror.
-        state: state of the run.
-        open_tracker: opens the run in the tracker.
-        is_over: whether the run has ended for good.
-        alive: is called once the tracker is open, and after each of its calls, with the rows that
-            it wrote.
-        sleep: waits until the next poll.
-        say: prints messages.
+    ``alive`` is called once the tracker is open, and after each of its calls, with the rows that it
+    wrote. ``sleep`` waits until the next poll.
     """
     with state.lock():
         saved = state.load()
@@ -271,12 +262,18 @@ def mirror_run(
         alive(0)
         verb = "resumes" if saved.num_rows else "begins"
         say(f"{verb}: {target} has {humanize_count(saved.num_rows, 'row')}")
-        pen = _BatchWriter(tracker, state, saved, alive)
         while True:
             over = is_over(detail.summary)
             num_before = saved.num_rows
             for batch in follower.read_batches(detail, whole=over):
-                pen.write(batch.entries, batch.cursor)
+                if not saved.is_writing:
+                    saved.is_writing, saved.kept = True, tracker.kept
+                    state.save(saved)
+                tracker.write(batch.entries)
+                saved.cursor, saved.kept, saved.is_writing = batch.cursor, tracker.kept, False
+                saved.num_rows += len(batch.entries)
+                state.save(saved)
+                alive(len(batch.entries))
             if over and num_before == saved.num_rows:
                 break
             if not over:
@@ -288,28 +285,3 @@ def mirror_run(
         saved.kept = tracker.kept
         state.save(saved)
         say(f"done: {humanize_count(saved.num_rows, 'row')}, the run is {detail.summary.state}")
-
-
-class _BatchWriter:
-    """Writes batches, and saves its position."""
-
-    def __init__(
-        self,
-        tracker: Tracker,
-        state: MirrorStateFile,
-        saved: MirrorState,
-        alive: Callable[[int], None],
-    ) -> None:
-        self._tracker, self._state, self._saved, self._alive = tracker, state, saved, alive
-
-    def write(self, entries: Sequence[Entry], cursor: Cursor) -> None:
-        """Write a batch to the tracker, and save the mirror's position."""
-        saved = self._saved
-        if not saved.is_writing:
-            saved.is_writing, saved.kept = True, self._tracker.kept
-            self._state.save(saved)
-        self._tracker.write(entries)
-        saved.cursor, saved.kept, saved.is_writing = cursor, self._tracker.kept, False
-        saved.num_rows += len(entries)
-        self._state.save(saved)
-        self._alive(len(entries))

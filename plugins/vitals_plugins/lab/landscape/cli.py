@@ -85,8 +85,7 @@ def landscape(
         int, typer.Option(min=1, max=2, help="1: along one random direction; 2: a plane of two.")
     ] = 1,
     radius: Annotated[
-        float,
-        typer.Option(help="Distance; at 1 each filter has moved by its own length."),
+        float, typer.Option(help="Distance; at 1 each filter has moved by its own length.")
     ] = 1.0,
     points: Annotated[
         int, typer.Option(show_default="41, or 21 on a plane", help="Along each direction; odd.")
@@ -171,13 +170,7 @@ class _Scene(NamedTuple):
 
 
 def _measure_losses(
-    scene: _Scene,
-    places: Sequence[float],
-    *,
-    dimensions: int,
-    batches: int,
-    seed: int,
-    mode: str,
+    scene: _Scene, places: Sequence[float], *, dimensions: int, batches: int, seed: int, mode: str
 ) -> tuple[str, str, int, Losses]:
     """Return start, end, number of batches, and the losses."""
     try:
@@ -406,6 +399,3 @@ def _state_in(path: Path) -> dict[str, Tensor]:
             hint="save one: torch.save(model.state_dict(), FILE)",
         )
     return {clean_name(str(name)).removeprefix("module."): part for name, part in content.items()}
-
-
-__all__ = ["landscape", "register"]

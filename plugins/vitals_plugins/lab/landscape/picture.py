@@ -24,12 +24,8 @@ def draw_landscape(
 ) -> str:
     """Return the plot: a curve for one row, a color map for several.
 
-    Args:
-        places: along each direction.
-        losses: rows of the second direction; one row is a line.
-        title: above it.
-        along: label of the x-axis.
-        lines: sentences below that.
+    ``losses`` are rows of the second direction; one row is a line. ``along`` is the label of the
+    x-axis, and ``lines`` are sentences below it.
     """
     finite = PlotColumn()
     for loss in (loss for row in losses for loss in row if math.isfinite(loss)):
@@ -62,7 +58,6 @@ def draw_landscape(
 
 
 def _draw_curve(places: Sequence[float], losses: Sequence[float], axis: ValueScale) -> list[Node]:
-    """Return the SVG nodes of a loss landscape along one direction."""
     what = "loss (logarithmic)" if axis.is_log else "loss"
     parts = [_draw_text(4, -8, what)]
     parts += [
@@ -127,7 +122,6 @@ def _x_position(places: Sequence[float], place: float) -> float:
 
 
 def _y_position(axis: ValueScale, loss: float) -> float:
-    """Return the y of a loss in a loss landscape's plot."""
     return 10 + (1.0 - axis.part(loss)) * (_SIZE - 20)
 
 

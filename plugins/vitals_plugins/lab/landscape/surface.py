@@ -27,11 +27,7 @@ def random_directions(model: nn.Module, num: int, seed: int) -> list[Direction]:
     so that the sharpness does not depend on the scale of the weights. A filter is a slice of the
     first axis: for a linear layer the weights of one output, for an embedding one token's. Biases
     and the parameters of norms (all with one axis), frozen parameters and buffers are unchanged.
-
-    Args:
-        model: with the weights at the start of the directions.
-        num: number of directions.
-        seed: equal seeds give equal directions, on every device.
+    Equal seeds give equal directions, on every device.
 
     Raises:
         UsageError: no trainable parameter has two axes.
@@ -73,11 +69,8 @@ def direction_to_weights(model: nn.Module, other: Sequence[Tensor]) -> Direction
 
     All floating-point parameters and buffers, including those of norms: at 1 it is the other model.
     The straight line between two states is that of Goodfellow et al., "Qualitatively characterizing
-    neural network optimization problems", 2015.
-
-    Args:
-        model: with the weights at its start.
-        other: result of ``copy_model_tensors`` at the other end.
+    neural network optimization problems", 2015. ``other`` is the result of ``copy_model_tensors``
+    at the other end.
     """
     return [
         end.to(_sum_dtype(tensor)) - tensor.detach().to(_sum_dtype(tensor))
@@ -193,17 +186,3 @@ def losses_along(
             on_point()
         rows.append(tuple(row))
     return tuple(rows)
-
-
-__all__ = [
-    "MODES",
-    "Direction",
-    "LossSurface",
-    "Losses",
-    "Mode",
-    "copy_model_tensors",
-    "direction_to_weights",
-    "losses_along",
-    "open_loss_surface",
-    "random_directions",
-]

@@ -37,10 +37,8 @@ class LineFacts(NamedTuple):
 def line_facts(places: Sequence[float], losses: Sequence[float], within: float) -> LineFacts | None:
     """Return facts about the loss along a line; None if its middle is non-finite.
 
-    Args:
-        places: rising and evenly spaced; one of them is 0.
-        losses: one for each.
-        within: share of the middle's loss.
+    ``places`` are rising and evenly spaced, one of them 0; ``within`` is a share of the middle's
+    loss.
     """
     middle = min(range(len(places)), key=lambda i: abs(places[i]))
     centre = losses[middle]
@@ -184,15 +182,3 @@ def _nonfinite_points_sentence(losses: Losses) -> Iterator[str]:
     if bad:
         total = sum(map(len, losses))
         yield f"{bad:,} of {total:,} points are not finite (NaN or infinite)."
-
-
-__all__ = [
-    "LineFacts",
-    "PathFacts",
-    "landscape_sentences",
-    "line_facts",
-    "middle_lines",
-    "num_nonfinite",
-    "path_facts",
-    "path_sentences",
-]

@@ -72,9 +72,7 @@ def show_plan(
     an upper bound for the tensors; 8% of a GPU is left to its driver, NCCL and fragmentation.
     """
     if precision not in _TYPES:
-        raise UsageError(
-            f"--precision is {precision!r}; it must be one of {', '.join(_TYPES)}",
-        )
+        raise UsageError(f"--precision is {precision!r}; it must be one of {', '.join(_TYPES)}")
     if bool(layers) != bool(width):
         raise UsageError("--layers and --width go together", hint="give both, or neither")
     sized = min(max(1e3, params), 1e16)  # otherwise the plan reports an invalid size

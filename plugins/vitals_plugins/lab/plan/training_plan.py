@@ -393,21 +393,3 @@ def plan_training(plan_input: PlanInput) -> TrainingPlan:
         gpu_hours=hours,
         price=hours * plan_input.gpu_hour_price if plan_input.gpu_hour_price else None,
     )
-
-
-__all__ = [
-    "GPUS",
-    "SOURCES",
-    "STRATEGIES",
-    "GpuMemoryNeed",
-    "PlanInput",
-    "Shape",
-    "TrainingPlan",
-    "batch_size_cost",
-    "chinchilla_loss",
-    "critical_batch",
-    "peak_gpu_memory",
-    "plan_training",
-    "shape_of",
-    "state_bytes",
-]

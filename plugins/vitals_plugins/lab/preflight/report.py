@@ -13,20 +13,20 @@ DONE = len(STAGES)
 NUM_LOCAL = STAGES.index("join")
 
 
-class FigureSpec(msgspec.Struct, frozen=True, kw_only=True):
+class FigureSpec(msgspec.Struct, frozen=True):
     """One measured quantity, and the values that count as slow."""
 
     name: str
     label: str
     unit: str
-    is_time: bool = False
-    """Whether a smaller value is better."""
-    is_of_node: bool = False
-    """Whether the ranks of a node share it: they are compared by their median, as one."""
     cpu_ratio: float
     """Slow below this part of the median of the other ranks, if the device is a CPU."""
     gpu_ratio: float
     """The same if the device is a GPU."""
+    is_time: bool = False
+    """Whether a smaller value is better."""
+    is_of_node: bool = False
+    """Whether the ranks of a node share it: they are compared by their median, as one."""
 
 
 # GPUs of one model differ by a few percent in clock and power, and a GPU belongs to one job: 0.85
@@ -34,39 +34,19 @@ class FigureSpec(msgspec.Struct, frozen=True, kw_only=True):
 # lose a third of their speed for seconds. Disk and loader depend on shared file systems and cores
 # in both cases, where a factor of 2 is usual; a sync of 4 KiB varies still more.
 FIGURES = (
+    FigureSpec("gemm_flops_per_second", "matrix product", "FLOP/s", cpu_ratio=0.6, gpu_ratio=0.85),
+    FigureSpec("memory_bytes_per_second", "memory copy", "B/s", cpu_ratio=0.6, gpu_ratio=0.85),
+    FigureSpec("loader_bytes_per_second", "loader", "B/s", cpu_ratio=0.4, gpu_ratio=0.4),
     FigureSpec(
-        name="gemm_flops_per_second",
-        label="matrix product",
-        unit="FLOP/s",
-        cpu_ratio=0.6,
-        gpu_ratio=0.85,
-    ),
-    FigureSpec(
-        name="memory_bytes_per_second",
-        label="memory copy",
-        unit="B/s",
-        cpu_ratio=0.6,
-        gpu_ratio=0.85,
-    ),
-    FigureSpec(
-        name="loader_bytes_per_second", label="loader", unit="B/s", cpu_ratio=0.4, gpu_ratio=0.4
-    ),
-    FigureSpec(
-        name="disk_bytes_per_second",
-        label="checkpoint write",
-        unit="B/s",
-        is_of_node=True,
+        "disk_bytes_per_second",
+        "checkpoint write",
+        "B/s",
         cpu_ratio=0.4,
         gpu_ratio=0.4,
+        is_of_node=True,
     ),
     FigureSpec(
-        name="fsync_seconds",
-        label="fsync",
-        unit="s",
-        is_time=True,
-        is_of_node=True,
-        cpu_ratio=0.2,
-        gpu_ratio=0.2,
+        "fsync_seconds", "fsync", "s", cpu_ratio=0.2, gpu_ratio=0.2, is_time=True, is_of_node=True
     ),
 )
 

@@ -73,8 +73,7 @@ def _load_function(entry: str) -> Callable[[], Any]:
     except (Exception, SystemExit) as error:
         text = f"{where} cannot be imported: {type(error).__name__}: {error}"
         raise UsageError(
-            text[:500],
-            hint="what trains on import belongs under `if __name__ == '__main__':`",
+            text[:500], hint="what trains on import belongs under `if __name__ == '__main__':`"
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -89,7 +88,6 @@ def _import_module(name: str) -> Any:
 
 
 def _import_file(path: Path) -> Any:
-    """Import the user's file as a module, for a replay or a loss landscape."""
     if not path.is_file():
         raise UsageError(f"{path} is not a file", hint="--entry train.py:build, from where it is")
     sys.path.insert(0, str(path.absolute().parent))  # for imports from its own directory
@@ -100,6 +98,3 @@ def _import_file(path: Path) -> Any:
     sys.modules[path.stem] = module  # as an import does: dataclasses look themselves up there
     spec.loader.exec_module(module)
     return module
-
-
-__all__ = ["CONTRACT", "EntryResult", "run_entry_function"]

@@ -89,10 +89,6 @@ class ReplaySetup:
         self.kept = [(tensor, tensor.detach().clone()) for _, _, tensor in self._slots]
         """Each tensor of ``slots``, and its saved value."""
 
-    def save_weights(self) -> None:
-        """Use the current weights as the start of every replay."""
-        self.kept = [(tensor, tensor.detach().clone()) for tensor, _ in self.kept]
-
     def replay(
         self,
         batches: Sequence[Any],
@@ -103,11 +99,8 @@ class ReplaySetup:
     ) -> ReplayResult:
         """Compute loss and gradients; the model is as before afterwards.
 
-        Args:
-            batches: each is passed to the loss function, and its gradients are added.
-            rng: the generators before each.
-            dtype: minimum precision; None: as the code requests.
-            trace: records the origin of values.
+        The loss function gets each batch, and the gradients are added. ``rng`` has the generators
+        before each. ``dtype`` is the minimum precision; None: as the code requests.
         """
         losses: list[float] = []
         around = capture_rng()
@@ -162,7 +155,6 @@ class ReplaySetup:
     def _run_batch(
         self, batch: Any, trace: NonfiniteTrace | None, dtype: torch.dtype | None
     ) -> float:
-        """Run one micro-batch forward and backward in a replay; return its loss."""
         if trace is not None:
             trace.start_micro_batch()
         loss = self.loss_of(batch)
@@ -475,7 +467,6 @@ class NonfiniteTrace(TorchDispatchMode):
         )
 
     def _operation_input(self, tensor: Tensor) -> _OperationInput:
-        """Return whether an operation's input is NaN or infinite, and its origin."""
         event = self._last.get(_storage_address(tensor), _UNKNOWN)
         if event == _FINITE:  # or uninitialized memory
             return _OperationInput(event, False, False)
@@ -546,5 +537,4 @@ def _has_nonfinite_gradient(gradients: Any) -> bool:
 
 
 def _storage_address(tensor: Tensor) -> int:
-    """Return the address of a replayed tensor's memory."""
     return tensor.untyped_storage().data_ptr()

@@ -200,7 +200,6 @@ class PlayError(Exception):
 
 
 def _finite_or_none(value: float) -> float | None:
-    """Return a number of a replay's verdict; None if it is non-finite."""
     return value if math.isfinite(value) else None
 
 
@@ -235,17 +234,19 @@ def _find_cause(
     if not rows and (description := _not_finite(case)):
         return "data", description, "", ()
     if rows:
+        verb, pronoun = ("makes", "it") if len(rows) == 1 else ("make", "them")
         description = (
-            f"{_samples(rows)} of {num_rows} {_make_or_makes(rows)} the batch bad "
-            f"in every precision; "
+            f"{_samples(rows)} of {num_rows} {verb} the batch bad in every precision; without "
+            f"{pronoun} the batch is fine."
         )
-        return "data", f"{description}without {_it_or_them(rows)} the batch is fine.", "", rows
+        return "data", description, "", rows
     good = case.capsule.good
     if good is not None and not case.is_bad([good]):
         description = (
             "the batch is bad in every precision; one of an earlier step is fine with the same "
+            "weights."
         )
-        return "data", f"{description}weights.", "", ()
+        return "data", description, "", ()
     description = "the step is bad in every precision, so an operation has no finite result here"
     if good is not None:
         description += "; a batch of an earlier step is bad as well"
@@ -329,12 +330,10 @@ def _explain_good_replay(
     if why:
         return "not_reproduced", f"the step is fine here; {'; '.join(why)}.", "", ()
     description = (
-        "with the same weights, batch and random state the step is fine, twice bit-equal. "
+        "with the same weights, batch and random state the step is fine, twice bit-equal. Code of "
+        "the loop outside loss_of is not re-run; if it is not the cause, test the node where it "
+        "ran: `vitals doctor --burn-in 60`."
     )
-    description += (
-        "Code of the loop outside loss_of is not re-run; if it is not the cause, test the "
-    )
-    description += "node where it ran: `vitals doctor --burn-in 60`."
     return "hardware", description, "", ()
 
 
@@ -491,16 +490,6 @@ def _samples(rows: Sequence[int]) -> str:
     """Return the sample numbers as text, counted from 0."""
     more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
     return f"sample{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:_SHOWN]))}{more}"
-
-
-def _make_or_makes(rows: Sequence[int]) -> str:
-    """Return the verb for the bad samples of a replayed batch."""
-    return "makes" if len(rows) == 1 else "make"
-
-
-def _it_or_them(rows: Sequence[int]) -> str:
-    """Return the pronoun for the bad samples of a replayed batch."""
-    return "it" if len(rows) == 1 else "them"
 
 
 # ------------------------------------------------------------------------------------ words
