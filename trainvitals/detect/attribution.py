@@ -614,12 +614,7 @@ class OnsetTracker:
         return is_new
 
     def _sigmas_beyond_limit(
-        self,
-        name: str,
-        values: Floats,
-        looked: list[_Looked],
-        *,
-        of_layers: bool = False,
+        self, name: str, values: Floats, looked: list[_Looked], *, of_layers: bool = False
     ) -> tuple[Floats, Floats]:
         """Return the sigmas of a column's series that are out, and its middles; added later."""
         courses = self._of_layers if of_layers else self._courses
@@ -679,10 +674,7 @@ class OnsetTracker:
     # ------------------------------------------------------------------------- losses and waits
 
     def _judge_losses(
-        self,
-        merged: MergedStep,
-        out: list[_SeriesOutlier],
-        looked: list[_Looked],
+        self, merged: MergedStep, out: list[_SeriesOutlier], looked: list[_Looked]
     ) -> tuple[bool, float]:
         """Return whether losses moved, and the sigmas of the total gradient norm."""
         step = merged.step
@@ -757,11 +749,7 @@ class OnsetTracker:
         return sigmas, course.middle
 
     def _check_rank_series(
-        self,
-        name: str,
-        values: Sequence[float],
-        others: Sequence[float],
-        looked: list[_Looked],
+        self, name: str, values: Sequence[float], others: Sequence[float], looked: list[_Looked]
     ) -> Sequence[float]:
         """Return the sigmas of each rank's distance from the others, 0 if it is not out."""
         relative = [value - other for value, other in zip(values, others, strict=True)]
@@ -836,11 +824,7 @@ class OnsetTracker:
         return _SeriesOutlier(step, order, "layer", self._names[at], series, **numbers)
 
     def _judge_tensor_writes(
-        self,
-        rows: _LayerColumns,
-        step: int,
-        out: list[_SeriesOutlier],
-        looked: list[_Looked],
+        self, rows: _LayerColumns, step: int, out: list[_SeriesOutlier], looked: list[_Looked]
     ) -> None:
         """Judge writes to weights and optimizer states outside the optimizer step."""
         for name, order, subject in _WRITES:
@@ -909,11 +893,7 @@ class OnsetTracker:
             )  # fmt: skip
 
     def _judge_activations(
-        self,
-        rows: _LayerColumns,
-        step: int,
-        out: list[_SeriesOutlier],
-        looked: list[_Looked],
+        self, rows: _LayerColumns, step: int, out: list[_SeriesOutlier], looked: list[_Looked]
     ) -> None:
         rms = rows.column("activation_rms")
         if rms is None:

@@ -15,13 +15,7 @@ from trainvitals.detect.level import (
     ProgressConfig,
     ProgressDetector,
 )
-from trainvitals.detect.outliers import (
-    Detector,
-    Limits,
-    LossKind,
-    NonFiniteDetector,
-    is_clean,
-)
+from trainvitals.detect.outliers import Detector, Limits, LossKind, NonFiniteDetector, is_clean
 from trainvitals.detect.spike import (
     BURST_DEFAULTS,
     GRAD_NORM_DEFAULTS,

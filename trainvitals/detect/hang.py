@@ -123,10 +123,7 @@ class WaitHistory:
 
 
 def judge_hang(
-    ranks: Sequence[RankActivity],
-    limits: HangLimits,
-    *,
-    world_size: int,
+    ranks: Sequence[RankActivity], limits: HangLimits, *, world_size: int
 ) -> HangVerdict | None:
     """Return the blocking ranks; None if there is no problem, or no evidence.
 
@@ -215,10 +212,7 @@ class _HangJudge:
     """The checks of ``judge_hang``, over one observation of the ranks."""
 
     def __init__(
-        self,
-        ranks: Sequence[RankActivity],
-        living: Sequence[RankActivity],
-        limits: HangLimits,
+        self, ranks: Sequence[RankActivity], living: Sequence[RankActivity], limits: HangLimits
     ) -> None:
         self._ranks = ranks
         self._living = living

@@ -16,7 +16,6 @@ from trainvitals.detect.fleet.base import (
     MergedStep,
     Value,
     Watcher,
-    advisory_finding,
     finite,
     number,
     step_seconds,
@@ -171,7 +170,7 @@ class StragglerWatcher(Watcher):
                 0,
             )
         worst = max(fresh, key=lambda rank: courses[rank].share)
-        return (self._straggler_finding(merged, courses[worst], [r for r in fresh if r != worst]),)
+        return self._report_straggler(merged, courses[worst], [r for r in fresh if r != worst])
 
     def _ease(self, courses: Mapping[int, _RankLateness]) -> None:
         """Remove stragglers that have been in time for long: allow another report."""
@@ -230,9 +229,9 @@ class StragglerWatcher(Watcher):
         lasted = self._since[course.rank][0] > self._config.diffuse_steps
         return is_clear or not is_placed or lasted
 
-    def _straggler_finding(
+    def _report_straggler(
         self, merged: MergedStep, course: _RankLateness, more: Sequence[int]
-    ) -> Finding:
+    ) -> tuple[Finding, ...]:
         late = course.late
         seconds = min(_median([figures[1] for figures in late]), LONGEST_SECONDS)
         period = course.period(self._config.hits)
@@ -271,19 +270,16 @@ class StragglerWatcher(Watcher):
         verb = "is" if len(more) == 1 else "are"
         others = f"; {name_ranks(more)} {verb} late as well" if more else ""
         hours = share * num_ranks
-        return advisory_finding(
-            self.name,
-            merged.step,
+        reason = (
             f"rank {course.rank} is late by {humanize_seconds(seconds)} {often} since step {since}"
             f"{why}{others}; it costs {share:.1%} of the job: {share * 1000:.0f} of every 1,000 "
             f"steps of {humanize_seconds(_median(durations))}, and {hours:.2g} GPU-hours in every "
-            f"hour of {num_ranks} ranks",
-            rank=course.rank,
-            value=share,
-            limit=self._config.late,
-            onset_step=since,
-            cause=f"straggler_{part.cause}" if part.cause else "straggler",
+            f"hour of {num_ranks} ranks"
         )
+        return self._report(
+            merged.step, reason, rank=course.rank, value=share, limit=self._config.late,
+            onset_step=since, cause=f"straggler_{part.cause}" if part.cause else "straggler",
+        )  # fmt: skip
 
 
 class _RankLateness(NamedTuple):
