@@ -15,7 +15,6 @@ import os
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -126,13 +125,8 @@ class Client:
             state: ``running``, ``finished``, ``halted``, ``interrupted``, ``failed`` or ``lost``.
             health: ``healthy``, ``acting``, ``critical`` or ``unknown``.
         """
-        attributes = {
-            "name": name,
-            "project": project,
-            "user": user,
-            "state": state,
-            "health": health,
-        }
+        attributes = {"name": name, "project": project, "user": user}
+        attributes |= {"state": state, "health": health}
         return [
             Run(self, summary)
             for summary in self._ask(RunsQuestion())
@@ -216,12 +210,7 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -18,10 +18,10 @@ from typing import Protocol
 
 import msgspec
 
-from trainvitals.errors import UNREADABLE, FormatError, NewerVersionError, UsageError
+from trainvitals.errors import UNREADABLE, FormatError, UsageError
 from trainvitals.identity import Identity
 from trainvitals.io.private import open_private
-from trainvitals.rows import FORMAT_VERSION, STREAMS, Schema
+from trainvitals.rows import FORMAT_VERSION, STREAMS, Schema, refuse_newer_version
 
 MAGIC = b"TVJ1"
 CLOSED = "closed"
@@ -91,11 +91,7 @@ def read_header(path: Path) -> tuple[SegmentHeader, int]:
     magic, version, size, crc = _PREFIX.unpack_from(raw)
     if magic != MAGIC:
         raise FormatError(f"{path}: a segment begins with {MAGIC!r}; this one with {magic!r}")
-    if version > FORMAT_VERSION:
-        raise NewerVersionError(
-            f"{path} has format version {version}; this program reads up to {FORMAT_VERSION}",
-            hint="upgrade this program: pip install -U trainvitals",
-        )
+    refuse_newer_version(version, path)
     body = raw[_PREFIX.size : _PREFIX.size + size]
     if size > _MAX_HEADER_BYTES or len(body) != size or zlib.crc32(body) != crc:
         raise FormatError(f"{path}: the segment's header is torn or damaged")

@@ -245,9 +245,6 @@ class _SpoolFileScan:
         return None
 
 
-# ----------------------------------------------------------------------------- what is remembered
-
-
 STATE_FILE = "state.json"
 
 
