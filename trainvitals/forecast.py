@@ -322,15 +322,3 @@ def _finite_pairs(at: Floats, values: Floats) -> tuple[Floats, Floats]:
     """Return the points of a loss curve whose numbers are both finite."""
     is_finite = np.isfinite(at) & np.isfinite(values)
     return at[is_finite].astype(np.float64), values[is_finite]
-
-
-__all__ = [
-    "COVERS",
-    "FINAL_SHARE",
-    "FinalLoss",
-    "Finish",
-    "Lag",
-    "forecast_final_loss",
-    "forecast_finish",
-    "measure_token_lag",
-]

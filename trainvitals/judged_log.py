@@ -59,7 +59,6 @@ EXPECTED_STEPS = 200
 MAX_STATES = 128
 """Detector states kept for a log that goes back; every second one is deleted at this number."""
 
-
 MAX_OVERFLOWS, MAX_FIRST_OVERFLOWS = 5, 40
 """Most overflows in a row of a loss scaler: later, and at the start while it finds its scale."""
 
@@ -381,8 +380,6 @@ class _LogReplay:
         new = tuple(finding for finding in watched if finding.cause not in causes)
         return judgement._replace(findings=judgement.findings + new)
 
-    # ------------------------------------------------------------------------- checkpoints
-
     def _add_initial_checkpoint(self) -> None:
         first = self._clock_at_index(0)
         oldest = max(0, first - self._config.ladder.margin)
@@ -401,8 +398,6 @@ class _LogReplay:
             self._states.append((self._log[index].step, self._judge.detector_state()))
             if len(self._states) > MAX_STATES:
                 del self._states[1::2]
-
-    # ------------------------------------------------------------------------ other branches
 
     def _follow_rollback(self, target: int) -> None:
         """Report the rollback to the judge; states after the target belong to a discarded one."""
@@ -432,8 +427,6 @@ class _LogReplay:
         judge_state = self._judge.state_dict()
         self._judge = Judge(self._config, mode)
         self._judge.load_state_dict(judge_state)
-
-    # ----------------------------------------------------------------------- records as steps
 
     def _judgement_as_logged(self, judgement: Judgement) -> Judgement:
         """Return the judgement with the log's steps instead of record numbers."""
@@ -471,18 +464,3 @@ class _LogReplay:
 def _abstain_probe(ask: Ask) -> ProbeResult:
     """Stand in for the probe: a log has no state to evaluate."""
     return NO_READING
-
-
-__all__ = [
-    "CHECKPOINT_EVERY",
-    "LAG",
-    "Cadence",
-    "JudgedStep",
-    "LoggedStep",
-    "describe_query",
-    "export_judged_steps",
-    "find_overflow_records",
-    "is_prevented_by_healthy_probe",
-    "judge_history",
-    "measure_log_cadence",
-]  # fmt: skip

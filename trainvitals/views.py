@@ -39,7 +39,6 @@ Branch = Literal["lineage", "discarded", "all"]
 """``lineage``: the stitched curve of the current attempt and its ancestors up to their forks;
 ``discarded``: discarded rows; ``all``: both."""
 
-
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63) + 1, le=2**63 - 1)]
 """Operators for steps in a database query."""
 
@@ -493,7 +492,6 @@ class AlertsQuestion(Question[tuple[AlertView, ...]], frozen=True, kw_only=True)
 
 CommandStatus = Literal["pending", "delivered", "done", "refused", "expired", "invalid"]
 """What can become of a command."""
-
 
 _MAX_AHEAD_US = 3_600 * 1_000_000
 MAX_TTL_SECONDS = 3_600.0

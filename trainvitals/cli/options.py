@@ -12,8 +12,7 @@ import typer
 from trainvitals.cli.output import Format
 
 Run = Annotated[
-    str,
-    typer.Argument(help="Run id or its beginning, name, or folder [default: the latest run]."),
+    str, typer.Argument(help="Run id or its beginning, name, or folder [default: the latest run].")
 ]
 LocalRun = Annotated[
     str,

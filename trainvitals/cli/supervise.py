@@ -14,15 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self, TypeVar
 
-from trainvitals.errors import (
-    MissingDependencyError,
-    StorageError,
-    TransportError,
-    UsageError,
-)
+from trainvitals.errors import MissingDependencyError, StorageError, TransportError, UsageError
 from trainvitals.io.client import (
     COLLECTOR_FILE,
     collector_on,
@@ -101,8 +96,6 @@ class ProgramStack:
             environ["VITALS_COLLECTOR_URL"] = str(self.data)
             environ["VITALS_TOKEN_FILE"] = str(self.token_file)
         return environ
-
-    # ---------------------------------------------------------------------------- starting
 
     def start_collector(self) -> str:
         """Start the collector and return its URL, once it responds."""
@@ -213,8 +206,6 @@ class ProgramStack:
         new, self._num_codes = lines[self._num_codes :], len(lines)
         return new
 
-    # ---------------------------------------------------------------------------- stopping
-
     def stop(self) -> None:
         """Stop everything in reverse order: the agent drains before its collector stops."""
         for child in sorted(self._children, key=lambda c: _STOP_ORDER.index(c.name)):
@@ -234,12 +225,7 @@ class ProgramStack:
         self._handlers = [(number, signal.signal(number, _raise_termination)) for number in signals]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         # A second Ctrl-C during the stop would leave programs running.
         now = [(number, signal.signal(number, signal.SIG_IGN)) for number in numbers]
@@ -271,11 +257,7 @@ def start_command(
     """Run a command in the background with its output in ``log``; stop it on early exit."""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=dict(environ),
+            list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=dict(environ)
         )
     try:
         yield ChildProgram("training", process, log)
