@@ -22,8 +22,6 @@ A code never changes its meaning. The text names the object, the value and the e
 hint names the fix.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -52,6 +50,10 @@ class VitalsError(Exception):
 
     code = "V000"
 
+    def __init_subclass__(cls, *, code: str = "") -> None:
+        super().__init_subclass__()
+        cls.code = code or cls.code
+
     def __init__(self, text: str, *, hint: str = "", code: str = "") -> None:
         super().__init__(text)
         self.text = text
@@ -64,84 +66,59 @@ class VitalsError(Exception):
         return f"{body}\n\nhint: {self.hint}" if self.hint else body
 
 
-class UsageError(VitalsError):
+class UsageError(VitalsError, code="V100"):
     """The call or command cannot be carried out as given."""
 
-    code = "V100"
 
-
-class ConfigError(UsageError):
+class ConfigError(UsageError, code="V110"):
     """A setting has a wrong name, type or value."""
 
-    code = "V110"
 
-
-class MissingDependencyError(UsageError):
+class MissingDependencyError(UsageError, code="V120"):
     """An optional package is required but not installed."""
 
-    code = "V120"
 
-
-class FormatError(VitalsError):
+class FormatError(VitalsError, code="V200"):
     """Data is damaged or not in the expected format."""
 
-    code = "V200"
 
-
-class NewerVersionError(FormatError):
+class NewerVersionError(FormatError, code="V210"):
     """The data was written by a newer version of Vitals."""
 
-    code = "V210"
 
-
-class DamagedBatchError(FormatError):
+class DamagedBatchError(FormatError, code="V230"):
     """A batch was damaged in transit or on disk; it is sent again."""
 
-    code = "V230"
 
-
-class ForeignBatchError(FormatError):
+class ForeignBatchError(FormatError, code="V240"):
     """A batch belongs to a run or a start that its token may not write to."""
 
-    code = "V240"
 
-
-class WriterKeyError(ForeignBatchError):
+class WriterKeyError(ForeignBatchError, code="V241"):
     """A batch has another writer key than the first batch of its writer."""
 
-    code = "V241"
 
-
-class CheckpointCorruptError(FormatError):
+class CheckpointCorruptError(FormatError, code="V220"):
     """A checkpoint's bytes do not match its manifest."""
 
-    code = "V220"
 
-
-class StorageError(VitalsError):
+class StorageError(VitalsError, code="V300"):
     """A file, directory or database cannot be used."""
 
-    code = "V300"
 
-
-class InsecurePathError(StorageError):
+class InsecurePathError(StorageError, code="V310"):
     """A private path has the wrong owner or permissions, or is a symbolic link."""
 
-    code = "V310"
 
-
-class TransportError(VitalsError):
+class TransportError(VitalsError, code="V400"):
     """The collector or another server did not respond, or rejected the request."""
 
-    code = "V400"
     retry_after_seconds = 0.0
     """Seconds after which the server asked to retry."""
 
 
-class NotOwnerError(TransportError):
+class NotOwnerError(TransportError, code="V420"):
     """Another collector owns the run. With several collectors, each run has one owner."""
-
-    code = "V420"
 
     def __init__(self, text: str, *, hint: str = "", code: str = "", owner: str = "") -> None:
         super().__init__(text, hint=hint, code=code)
@@ -149,25 +126,17 @@ class NotOwnerError(TransportError):
         """URL of the owner; "" if unknown."""
 
 
-class UnauthorizedError(TransportError):
+class UnauthorizedError(TransportError, code="V410"):
     """The token is missing or invalid."""
 
-    code = "V410"
 
-
-class ServerIdentityError(TransportError):
+class ServerIdentityError(TransportError, code="V430"):
     """The server did not prove that it is the collector, or acknowledged rows it never received."""
 
-    code = "V430"
 
-
-class CheckpointError(VitalsError):
+class CheckpointError(VitalsError, code="V500"):
     """A checkpoint cannot be saved, verified or restored."""
 
-    code = "V500"
 
-
-class TrainingHalted(VitalsError):  # noqa: N818 - a way to end a run, not a fault
+class TrainingHalted(VitalsError, code="V600"):  # noqa: N818 - a way to end a run, not a fault
     """Vitals halted the run: the rollback budget is used up, or a manual command asked for it."""
-
-    code = "V600"
