@@ -344,6 +344,39 @@ def write_all(fd: int, raw: bytes, offset: int) -> None:
         view, offset = view[num:], offset + num
 
 
+def write_new_private(path: Path, raw: bytes) -> None:
+    """Create a file that only this user may read, durably; without its bytes it does not stay.
+
+    Raises:
+        FileExistsError: it exists.
+        OSError: it cannot be written.
+    """
+    fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        write_all(fd, raw, 0)
+        os.fsync(fd)
+    except OSError:
+        path.unlink()  # an empty key would be called damaged at the next start
+        raise
+    finally:
+        os.close(fd)
+
+
+def decode_key(raw: bytes, path: Path, num_bytes: int, hint: str) -> bytes:
+    """Return the key that a file holds in hexadecimal.
+
+    Raises:
+        FormatError: it has another form or length.
+    """
+    try:
+        key = bytes.fromhex(raw.decode("ascii").strip())
+    except ValueError:
+        key = b""
+    if len(key) != num_bytes:
+        raise FormatError(f"{path} must hold {2 * num_bytes} hexadecimal characters", hint=hint)
+    return key
+
+
 def mac_of(key: bytes, *parts: bytes) -> str:
     """Return an HMAC-SHA256 over the parts, each with its length: boundaries count."""
     mac = hmac.new(key, digestmod=hashlib.sha256)
@@ -380,7 +413,6 @@ def _open_checked(
     private: bool = False,
     any_links: bool = False,
 ) -> int:
-    """Open a file; refuse it if its owner or permissions are insecure."""
     quiet = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         fd = os.open(path, flags & ~os.O_TRUNC | quiet, mode)
@@ -407,7 +439,6 @@ def _open_checked(
 
 
 def _raise_if_insecure(path: Path, owner: FileOwner, error: OSError, *, private: bool) -> None:
-    """Raise an error for a file that cannot be opened because it is insecure."""
     try:
         status = path.lstat()
     except OSError:
@@ -428,7 +459,6 @@ def _check_path_security(
     *,
     private: bool,
 ) -> None:
-    """Raise an error for a path that other users own, or can access."""
     if not is_kind(status.st_mode):
         what = "a symbolic link" if stat.S_ISLNK(status.st_mode) else f"not a {kind}"
         raise InsecurePathError(f"{path} is {what}; it must be a {kind}", hint=f"remove {path}")

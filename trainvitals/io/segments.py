@@ -14,7 +14,6 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -143,21 +142,6 @@ def find_valid_rows(schema: Schema, raw: bytes, first_seq: int) -> Iterator[tupl
         yield begin, num
 
 
-class SegmentFile(Protocol):
-    """Target of rows: mapped memory, or a file that only the writing thread uses."""
-
-    path: Path
-    num_bytes: int
-
-    def write(self, offset: int, row: bytes) -> None:
-        """Put the row at the offset."""
-        ...
-
-    def close(self) -> None:
-        """Close the file; it stays."""
-        ...
-
-
 class MappedSegment:
     """A preallocated and mapped file: a row costs one small copy and survives the process."""
 
@@ -211,7 +195,10 @@ class PlainSegment:
         os.close(self._fd)
 
 
+SegmentFile = MappedSegment | PlainSegment
+"""Target of rows: mapped memory, or a file that only the writing thread uses."""
+
+
 def _create_temporary(path: Path) -> tuple[Path, int]:
-    """Create the temporary file of a new journal segment."""
     temporary = path.with_suffix(".tmp")
     return temporary, open_private(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
