@@ -94,7 +94,6 @@ def _to_python_number(value: object) -> object:
 
 
 def _is_convertible(value: object, kind: object) -> bool:
-    """Return whether msgspec converts the value to a setting's type."""
     try:
         msgspec.convert(value, kind, dec_hook=_as_path)
     except msgspec.ValidationError:
@@ -162,7 +161,6 @@ def load_settings(
 def _read_settings_file(
     path: Path, sections: Sections, given_by_section: dict[str, dict[str, _GivenSetting]]
 ) -> None:
-    """Add the values of the TOML settings file to each section's given values."""
     try:
         text = path.read_text(encoding="utf-8")
         tree = tomllib.loads(text)
@@ -195,7 +193,6 @@ def _read_settings_environ(
     sections: Sections,
     given_by_section: dict[str, dict[str, _GivenSetting]],
 ) -> None:
-    """Add the values of ``VITALS_SECTION_KEY`` variables to the given values."""
     longest_first = sorted(sections, key=len, reverse=True)
     for variable, text in environ.items():
         for section in longest_first:
@@ -216,7 +213,6 @@ def _read_settings_arguments(
     sections: Sections,
     given_by_section: dict[str, dict[str, _GivenSetting]],
 ) -> None:
-    """Add the values of command-line arguments to each section's given values."""
     for name, value in arguments.items():
         section, _, key = name.partition(".")
         if section not in sections:
@@ -313,7 +309,6 @@ _WORDS: dict[type[inspect.Type], str] = {
 
 
 def _describe_type(info: inspect.Type) -> str:
-    """Return a setting's type as text for an error message."""
     if isinstance(info, inspect.UnionType):
         options = sorted(info.types, key=lambda option: isinstance(option, inspect.NoneType))
         return " or ".join(_describe_type(option) for option in options)

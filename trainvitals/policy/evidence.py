@@ -1,7 +1,5 @@
 """Evidence that a decision rests on: the step, the probe, and sentences about its result."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -10,6 +8,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from trainvitals.detect.outliers import LossKind
+from trainvitals.detect.reporter import make_finding
 from trainvitals.policy.state import CheckpointRef, Mode, PolicyConfig, PolicyState, Proposal
 from trainvitals.records import Finding, StateRead, StepRecord
 from trainvitals.units import humanize_count
@@ -250,15 +249,7 @@ def damage_finding(
     read: StateRead, limit: float, context: DecisionContext, rank: int = -1
 ) -> Finding:
     """Return the finding of a reading that shows damage."""
-    return Finding(
-        kind="state_damaged",
-        level="actionable",
-        step=context.record.step,
-        detector="probe",
-        reason=describe_damage(read),
-        rank=rank,
-        value=read.ratio,
-        limit=limit,
-        onset_step=read.onset_step,
-        cause="state_damaged",
-    )
+    return make_finding(
+        "probe", context.record.step, describe_damage(read), kind="state_damaged",
+        level="actionable", rank=rank, value=read.ratio, limit=limit, onset_step=read.onset_step,
+    )  # fmt: skip

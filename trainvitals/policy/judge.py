@@ -4,8 +4,6 @@
 findings to the policy.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Mapping
@@ -268,8 +266,7 @@ class Judge:
     def limits(self, turn: int | None = None) -> Limits:
         """Return the limits for the next step on the device: never below the reported ones.
 
-        Args:
-            turn: optimizer of that step; None: that of the last step.
+        ``turn`` is the optimizer of that step; None: that of the last step.
         """
         optimizer, policy = self._next_state(turn)
         acting, reported = optimizer.outliers.limits(), optimizer.detectors.limits()
@@ -282,8 +279,7 @@ class Judge:
     def max_row(self, turn: int | None = None) -> int:
         """Return the number of updates in a row that the device may withhold for finite outliers.
 
-        Args:
-            turn: optimizer of the next step; None: that of the last step.
+        ``turn`` is as in ``limits``.
         """
         return max_row(self._next_state(turn)[1], self.config.ladder)
 
