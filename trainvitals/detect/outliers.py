@@ -64,9 +64,7 @@ class RobustWindow(StatefulRow):
         """Return the samples, oldest first."""
         return list(self._arrived)
 
-    def state(self) -> list[float]:
-        """Return the state: the samples, oldest first."""
-        return self.values()
+    state = values
 
     def restore(self, values: Iterable[float]) -> None:
         """Hold exactly these samples, oldest first; the latest ones if there are too many."""
