@@ -129,21 +129,6 @@ def decode_series_reply(reply: SeriesReply) -> Series:
     kinds = {(mark.step, mark.attempt): mark.kind for mark in reply.nonfinite}
     for i in np.flatnonzero(np.isnan(value)).tolist():
         value[i] = _NONFINITE[kinds.get((int(step[i]), int(attempt[i])), "nan")]
-    return _make_series(reply, step, time, attempt, value, reply.num_total)
-
-
-def join_curve_replies(replies: Sequence[CurveReply]) -> Series:
-    """Return the points of consecutive parts of one series; at least one part is needed."""
-    step = _concat_arrays([reply.step for reply in replies], "<i8")
-    time = _concat_arrays([reply.time_unix_ns for reply in replies], "<i8")
-    attempt = _concat_arrays([reply.attempt for reply in replies], "<i8")
-    value = _concat_arrays([reply.value for reply in replies], "<f8")
-    return _make_series(replies[0], step, time, attempt, value, len(step))
-
-
-def _make_series(
-    reply: SeriesReply | CurveReply, step: Ints, time: Ints, attempt: Ints, value: Floats, num: int
-) -> Series:
     return Series(
         metric=reply.metric,
         source=reply.source,
@@ -153,7 +138,24 @@ def _make_series(
         time_unix_ns=time,
         attempt=attempt,
         value=value,
-        num_total=num,
+        num_total=reply.num_total,
+    )
+
+
+def join_curve_replies(replies: Sequence[CurveReply]) -> Series:
+    """Return the points of consecutive parts of one series; at least one part is needed."""
+    first = replies[0]
+    step = _concat_arrays([reply.step for reply in replies], "<i8")
+    return Series(
+        metric=first.metric,
+        source=first.source,
+        unit=first.unit,
+        branch=first.branch,
+        step=step,
+        time_unix_ns=_concat_arrays([reply.time_unix_ns for reply in replies], "<i8"),
+        attempt=_concat_arrays([reply.attempt for reply in replies], "<i8"),
+        value=_concat_arrays([reply.value for reply in replies], "<f8"),
+        num_total=len(step),
     )
 
 

@@ -17,7 +17,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from trainvitals import arrays
 from trainvitals.arrays import Cells, Series, Table
@@ -279,10 +279,18 @@ class Run:
         Raises:
             UsageError: the metric or source does not exist; the text suggests a similar name.
         """
-        curve = CurveQuestion(run_id=self.run_id, metric=metric, source=source, branch=branch)
         if points is not None:
-            part = asdict(replace(curve, from_step=from_step, to_step=to_step))
-            return arrays.decode_series_reply(self._ask(SeriesQuestion(**part, points=points)))
+            question = SeriesQuestion(
+                run_id=self.run_id,
+                metric=metric,
+                source=source,
+                branch=branch,
+                points=points,
+                from_step=from_step,
+                to_step=to_step,
+            )
+            return arrays.decode_series_reply(self._ask(question))
+        curve = CurveQuestion(run_id=self.run_id, metric=metric, source=source, branch=branch)
         if metric.partition(".")[0] in _HOST_STREAMS:
             return arrays.join_curve_replies([self._ask(curve)])
         parts = [

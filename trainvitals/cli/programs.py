@@ -26,19 +26,27 @@ ORDER = (
 )
 """Order of commands in the help; others follow, groups come last."""
 
-_SINGLE = (
-    *("demo", "doctor", "resume", "plan", "preflight", "agent", "dashboard", "checkpoints"),
-    *("repro", "mirror", "audit", "landscape", "deploy"),
-)
 COMMANDS: dict[str, tuple[str, ...]] = {
-    **{name: (name,) for name in _SINGLE},
+    "demo": ("demo",),
     "up": ("up", "run"),
+    "doctor": ("doctor",),
+    "resume": ("resume",),
+    "plan": ("plan",),
+    "preflight": ("preflight",),
+    "agent": ("agent",),
     "collector": (
         *("collector", "runs", "show", "why", "tail", "query", "postmortem"),
         *("goodput", "forecast", "replay", "alerts", "command", "stacks", "store", "export"),
         *("sql", "token"),
     ),
+    "dashboard": ("dashboard",),
+    "checkpoints": ("checkpoints",),
+    "repro": ("repro",),
+    "mirror": ("mirror",),
     "mcp": ("mcp", "skill"),
+    "audit": ("audit",),
+    "landscape": ("landscape",),
+    "deploy": ("deploy",),
 }
 """Command names by program, for the message if that program cannot be loaded."""
 
@@ -78,9 +86,16 @@ EXTRAS = {
 }
 """Extra that a program needs, if its name differs from the program's."""
 
-HOUSE = (
-    *("trainvitals", "trainer_hooks", "vitals_agent", "vitals_collector", "vitals_dashboard"),
-    *("vitals_deploy", "vitals_plugins"),
+HOUSE = frozenset(
+    {
+        "trainvitals",
+        "trainer_hooks",
+        "vitals_agent",
+        "vitals_collector",
+        "vitals_dashboard",
+        "vitals_deploy",
+        "vitals_plugins",
+    }
 )
 
 

@@ -73,13 +73,17 @@ class ProgramStack:
         self.home = home.absolute()
         self.runs = self.home / "runs"
         self.data = self.home / "collector"
-        self.token_file = self.data / "tokens.json"
         self.environ = with_absolute_paths(environ)
         self.collector_url = ""
         self.dashboard_url = ""
         self._children: list[ChildProgram] = []
         self._num_codes = 0
         self._handlers: list[tuple[signal.Signals, _Handler]] = []
+
+    @property
+    def token_file(self) -> Path:
+        """The collector's tokens."""
+        return self.data / "tokens.json"
 
     def training_environ(self) -> dict[str, str]:
         """Return the environment for a training that uses the agent of this stack.

@@ -475,8 +475,7 @@ class OnsetTracker:
         self._known: set[str] = set()
         self._numbers, self._speed = _OnsetEpisode(), _OnsetEpisode()
         self._num_judged = 0
-        self.judged_from = (2**63 - 1, 0)
-        """Attempt and step from which onsets are found; the maximum while this is impossible."""
+        self._judged_from = (2**63 - 1, 0)
         self._num_steps = 0
         self._rate: float | None = None
         self._peak_rate = 0.0
@@ -503,6 +502,11 @@ class OnsetTracker:
     def is_judging(self) -> bool:
         """Whether any series has a reference yet."""
         return self._num_judged > 0
+
+    @property
+    def judged_from(self) -> tuple[int, int]:
+        """Attempt and step from which onsets are found; the maximum while this is impossible."""
+        return self._judged_from
 
     @property
     def onsets(self) -> tuple[Onset, ...]:
@@ -535,7 +539,7 @@ class OnsetTracker:
         if self._num_judged <= GUARD and any(course.is_judged for course, _, _ in looked):
             self._num_judged += 1
             if self._num_judged == GUARD + 1:
-                self.judged_from = self._key
+                self._judged_from = self._key
         is_new = self._num_judged <= GUARD
         is_old = is_new and not any(each.sigmas is None for each in out)
         changed = self._update_episode(self._numbers, merged.attempt, out, is_old=is_old)

@@ -64,7 +64,9 @@ class RobustWindow(StatefulRow):
         """Return the samples, oldest first."""
         return list(self._arrived)
 
-    state = values
+    def state(self) -> list[float]:
+        """Return the state: the samples, oldest first."""
+        return self.values()
 
     def restore(self, values: Iterable[float]) -> None:
         """Hold exactly these samples, oldest first; the latest ones if there are too many."""

@@ -82,8 +82,6 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.run_id = check_run_id(path.name)
-        self.profiles_dir = path / "profiles"
-        """Directory of traces of ``torch.profiler``."""
         self._was_open = False
         """Whether others could write here until ``create`` closed it."""
 
@@ -201,6 +199,11 @@ class RunDir:
         """
         path = self.path / "checkpoints"
         return path if path.is_symlink() else self._ensure_directory(path.name)
+
+    @property
+    def profiles_dir(self) -> Path:
+        """Directory of traces of ``torch.profiler``."""
+        return self.path / "profiles"
 
     def agent_path(self, node: str) -> Path:
         """Return the path of one node's agent directory."""

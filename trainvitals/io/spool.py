@@ -127,12 +127,16 @@ class Spool:
             self._retained = {
                 n: min(at, now()) for n, at in self._state.retained if n in self._sizes
             }
-            self.num_bytes = sum(self._sizes.values())
-            """Bytes on disk."""
+            self._num_bytes = sum(self._sizes.values())
             self._recover()
         except OSError as error:
             self._close_file()
             raise StorageError(f"{directory}: the spool cannot be created: {error}") from error
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on disk."""
+        return self._num_bytes
 
     @property
     def retained_bytes(self) -> int:
@@ -371,8 +375,8 @@ class Spool:
     def _drop_until_fits(self, size: int) -> bool:
         """Drop the spool's oldest files until a batch fits; return whether it does."""
         if self.keep or size > self.max_bytes:
-            return self.num_bytes + size <= self.max_bytes
-        while self._sizes and self.num_bytes + size > self.max_bytes:
+            return self._num_bytes + size <= self.max_bytes
+        while self._sizes and self._num_bytes + size > self.max_bytes:
             self._drop_oldest_file()
         return True
 
@@ -419,7 +423,7 @@ class Spool:
         self._num_corrupt += len(positions)
 
     def _record_file_size(self, number: int, size: int) -> None:
-        self.num_bytes += size - self._sizes[number]
+        self._num_bytes += size - self._sizes[number]
         self._sizes[number] = size
 
     def _own_files(self) -> list[tuple[int, Path, os.stat_result]]:
