@@ -5,6 +5,8 @@ one step. Point events (a decision) fire at once and resolve after the run staye
 steps; conditions (a lost run) resolve when the condition ends.
 """
 
+from __future__ import annotations
+
 import enum
 import hashlib
 import json
@@ -363,6 +365,7 @@ _LABELS = ("did", "to do", "ends")
 
 
 def _read_alert(entry: str) -> AlertSpec:
+    """Return one alert of the table."""
     head, *lines = re.split(r"\n {4}(?! )", entry)
     name, severity = head.split(": ")
     texts = {"did": NO_ACTION, "ends": HEALTHY_AGAIN}
@@ -459,7 +462,12 @@ def alerts_for_decision(decision: Decision, *, run_id: str) -> tuple[Alert, ...]
 
 
 def is_answered(finding: Finding, actions: Collection[str]) -> bool:
-    """Return whether the decisions about a finding's step, with these actions, report it."""
+    """Return whether the decisions about a finding's step already report it.
+
+    Args:
+        finding: report of a detector.
+        actions: the actions of the decisions about its step.
+    """
     answers = _ENDED_BY.get(finding.kind)
     if answers is not None:
         return not answers.isdisjoint(actions)
@@ -471,7 +479,10 @@ def alerts_for_finding(
 ) -> tuple[Alert, ...]:
     """Return the alerts that a finding raises itself: once for each cause, while it fires.
 
-    With a ``loss_kind`` other than "minimize", a level of the loss is only logged.
+    Args:
+        finding: report of a detector.
+        run_id: the run.
+        loss_kind: the run's loss; for "rl" and "adversarial" a level is only logged.
     """
     cause = finding.cause or finding.kind
     name = finding_alert_name(finding.kind, cause)
@@ -534,6 +545,7 @@ def point_is_over(
 
 
 def _build_alert(name: str, run_id: str, summary: str, step: int, cause: str = "") -> Alert:
+    """Return an alert with the severity of its ``AlertSpec``."""
     spec = ALERTS_BY_NAME[name]
     labels = {"run": run_id} | ({"cause": cause} if cause else {})
     return Alert(

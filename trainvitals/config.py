@@ -94,6 +94,7 @@ def _to_python_number(value: object) -> object:
 
 
 def _is_convertible(value: object, kind: object) -> bool:
+    """Return whether msgspec converts the value to a setting's type."""
     try:
         msgspec.convert(value, kind, dec_hook=_as_path)
     except msgspec.ValidationError:
@@ -155,6 +156,7 @@ def load_settings(
 def _read_settings_file(
     path: Path, sections: Sections, given_by_section: dict[str, dict[str, _GivenSetting]]
 ) -> None:
+    """Add the values of the TOML settings file to each section's given values."""
     try:
         text = path.read_text(encoding="utf-8")
         tree = tomllib.loads(text)
@@ -187,6 +189,7 @@ def _read_settings_environ(
     sections: Sections,
     given_by_section: dict[str, dict[str, _GivenSetting]],
 ) -> None:
+    """Add the values of ``VITALS_SECTION_KEY`` variables to the given values."""
     longest_first = sorted(sections, key=len, reverse=True)
     for variable, text in environ.items():
         for section in longest_first:
@@ -284,6 +287,7 @@ _WORDS: dict[type[inspect.Type], str] = {
 
 
 def _describe_type(info: inspect.Type) -> str:
+    """Return a setting's type as text for an error message."""
     if isinstance(info, inspect.UnionType):
         options = sorted(info.types, key=lambda option: isinstance(option, inspect.NoneType))
         return " or ".join(_describe_type(option) for option in options)

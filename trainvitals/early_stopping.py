@@ -70,6 +70,7 @@ class Stopper(Stateful):
         return True
 
     def _improves(self, value: float) -> bool:
+        """Return whether a value of the metric is better than the best so far."""
         if not math.isfinite(value):
             return False
         if self.best is None:

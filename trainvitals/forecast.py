@@ -4,6 +4,8 @@ Pure: input are columns of the steps in the lineage; output are numbers or a rea
 does not predict the future, the result is the reason as a sentence.
 """
 
+from __future__ import annotations
+
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -311,10 +313,12 @@ def measure_token_lag(
 
 
 def _estimate_median_error(window: Floats) -> float:
+    """Return the standard error of the median loss in a window."""
     spread = 1.4826 * float(np.median(np.abs(window - np.median(window))))
     return 1.2533 * spread / float(np.sqrt(len(window)))
 
 
 def _finite_pairs(at: Floats, values: Floats) -> tuple[Floats, Floats]:
+    """Return the points of a loss curve whose numbers are both finite."""
     is_finite = np.isfinite(at) & np.isfinite(values)
     return at[is_finite].astype(np.float64), values[is_finite]

@@ -8,6 +8,8 @@ interval is assigned to buckets in the order of ``PRECEDENCE``; each bucket gets
 at most the rest. So the buckets add up to the wall time, to the nanosecond, whatever was measured.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
@@ -274,6 +276,7 @@ def _seconds_in_spans(spans: Sequence[TimeSpan], line: _Timeline) -> Ints:
 
 
 def _merge_spans(spans: Sequence[TimeSpan]) -> list[TimeSpan]:
+    """Return the spans in order and without overlap."""
     merged: list[TimeSpan] = []
     for span in sorted(spans):
         if merged and span.begin_ns <= merged[-1].end_ns:

@@ -65,6 +65,7 @@ def _find_float_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
 
 
 def _may_hold_float(kind: inspect.Type, outer: frozenset[type]) -> bool:
+    """Return whether values of a type may contain a float."""
     match kind:
         case inspect.FloatType() | inspect.AnyType():
             return True

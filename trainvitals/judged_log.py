@@ -25,6 +25,8 @@ The log provides the numbers. Everything else rests on these assumptions:
   batches must read worse before the state counts as damaged.
 """
 
+from __future__ import annotations
+
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,7 +42,7 @@ from trainvitals.policy import StepInputs
 from trainvitals.policy.evidence import NO_READING, Ask, ProbeResult
 from trainvitals.policy.judge import Judge, JudgeConfig, Judgement
 from trainvitals.policy.state import CheckpointRef, DeviceRule, Mode
-from trainvitals.records import Decision, StateRead, StepRecord
+from trainvitals.records import Decision, Finding, StateRead, StepRecord
 
 EVERY_STEP_SHARE = 0.9
 """Share of records that must follow the one before by one step, for steps to be counted."""
@@ -223,8 +225,13 @@ def export_judged_steps(judged_steps: Iterable[JudgedStep]) -> dict[str, list[di
             for read in judged.judgement.readings
         ]
         findings += [
-            {"row": judged.row}
-            | {name: getattr(f, name) for name in ("step", "kind", "level", "reason")}
+            {
+                "row": judged.row,
+                "step": f.step,
+                "kind": f.kind,
+                "level": f.level,
+                "reason": f.reason,
+            }
             for f in judged.judgement.findings
         ]
         if (decision := judged.judgement.decision) is not None:
@@ -306,6 +313,7 @@ class _LogReplay:
         return len(self._expected) < num_left
 
     def _clock_at_index(self, index: int) -> int:
+        """Return the policy's clock at a record of the replayed log."""
         return index if self._cadence.counts_records else self._log[index].step
 
     def _logged_step(self, clock: int) -> int:
@@ -316,6 +324,7 @@ class _LogReplay:
         return self._log[index].step + self._lag < now.step or len(self._waiting) > self._lag
 
     def _judge_waiting(self) -> Iterator[JudgedStep]:
+        """Judge the log's records whose numbers the host has not read yet."""
         while self._waiting:
             yield self._judge_record(*self._waiting.popleft())
 
@@ -421,23 +430,32 @@ class _LogReplay:
 
     def _judgement_as_logged(self, judgement: Judgement) -> Judgement:
         """Return the judgement with the log's steps instead of record numbers."""
-        step_of = self._map_record_to_step
-        findings = tuple(
-            replace(finding, step=step_of(finding.step), onset_step=step_of(finding.onset_step))
-            for finding in judgement.findings
-        )
-        readings = tuple(
-            replace(read, onset_step=step_of(read.onset_step)) for read in judgement.readings
-        )
+        findings = tuple(self._finding_as_logged(finding) for finding in judgement.findings)
         decision = judgement.decision
-        if decision is not None:
-            decision = replace(
-                decision,
-                step=step_of(decision.step),
-                decided_at_step=step_of(decision.step) + self._lag,
-                rollback_to_step=step_of(decision.rollback_to_step),
-            )
-        return judgement._replace(findings=findings, decision=decision, readings=readings)
+        readings = tuple(
+            replace(read, onset_step=self._map_record_to_step(read.onset_step))
+            for read in judgement.readings
+        )
+        return judgement._replace(
+            findings=findings,
+            decision=None if decision is None else self._decision_as_logged(decision),
+            readings=readings,
+        )
+
+    def _finding_as_logged(self, finding: Finding) -> Finding:
+        return replace(
+            finding,
+            step=self._map_record_to_step(finding.step),
+            onset_step=self._map_record_to_step(finding.onset_step),
+        )
+
+    def _decision_as_logged(self, decision: Decision) -> Decision:
+        return replace(
+            decision,
+            step=self._map_record_to_step(decision.step),
+            decided_at_step=self._map_record_to_step(decision.step) + self._lag,
+            rollback_to_step=self._map_record_to_step(decision.rollback_to_step),
+        )
 
     def _map_record_to_step(self, clock: int) -> int:
         return self._log[clock].step if 0 <= clock < len(self._log) else clock

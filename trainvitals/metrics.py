@@ -3,6 +3,8 @@
 Columns are only added and are found by name: a run from before a column was added stays readable.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -186,6 +188,7 @@ moment_written_ratio (ratio): The same of the optimizer's state for the layer. O
 
 
 def _step_metric(row: MetricRow) -> MetricSpec:
+    """Return the catalog entry of a column of the ``steps`` stream."""
     if "rank" in row.words:
         return row.sampled_metric("train", "rank", "steps", ("run", "rank"))
     return row.sampled_metric("train", "run", "steps", ("run",))

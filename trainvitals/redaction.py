@@ -9,6 +9,8 @@ found in texts, too: in command lines, in JSON, in an object's repr.
 It is a safety net, not a proof: a password in a setting called ``x`` stays.
 """
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 import re
@@ -162,6 +164,7 @@ def _item_name(name: str) -> str:
 
 
 def _is_secret_part(one_of: str, part: object) -> bool:
+    """Return whether an item of a list of tokens or keys is a secret."""
     return isinstance(part, str) and not part.isdecimal() and is_secret(one_of, part)
 
 

@@ -1,7 +1,9 @@
 """Base units as text for people. Stored and exposed numbers stay in base units."""
 
+from __future__ import annotations
+
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 DATE_FORMAT = "%Y-%m-%d %H:%M:%SZ"
 """Format of a time in UTC, for ``strftime``."""
@@ -22,15 +24,19 @@ def humanize(value: float | None, unit: str = "") -> str:
         return humanize_bytes(value)
     if unit == "seconds":
         return humanize_seconds(value)
-    texts = {
-        "ratio": f"{value * 100:.3g} %",
-        "watts": f"{value:.4g} W",
-        "joules": f"{_format_scaled(value)}J",
-        "celsius": f"{value:.3g} °C",
-        "hertz": f"{_format_scaled(value)}Hz",
-        "tokens": _format_scaled(value).rstrip(),
-    }
-    return texts.get(unit, f"{value:.4g}")
+    if unit == "ratio":
+        return f"{value * 100:.3g} %"
+    if unit == "watts":
+        return f"{value:.4g} W"
+    if unit == "joules":
+        return f"{_format_scaled(value)}J"
+    if unit == "celsius":
+        return f"{value:.3g} °C"
+    if unit == "hertz":
+        return f"{_format_scaled(value)}Hz"
+    if unit == "tokens":
+        return _format_scaled(value).rstrip()
+    return f"{value:.4g}"
 
 
 def split_unit(column: str) -> tuple[str, str]:
@@ -55,7 +61,10 @@ def name_ranks(ranks: Collection[int], most: int = 8) -> str:
 
 def humanize_bytes(value: float) -> str:
     """Return a number of bytes in binary units: ``1.5 GiB``."""
-    return _format_scaled(value, 1024, _BINARY)
+    size, index = float(value), 0
+    while abs(size) >= 1024 and index < len(_BINARY) - 1:
+        size, index = size / 1024, index + 1
+    return f"{size:.4g} {_BINARY[index]}"
 
 
 def humanize_seconds(value: float) -> str:
@@ -74,8 +83,8 @@ def humanize_seconds(value: float) -> str:
     return f"{sign}{whole // 60} min {whole % 60} s"
 
 
-def _format_scaled(value: float, base: int = 1000, names: Sequence[str] = _DECIMAL) -> str:
+def _format_scaled(value: float) -> str:
     size, index = float(value), 0
-    while abs(size) >= base and index < len(names) - 1:
-        size, index = size / base, index + 1
-    return f"{size:.4g} {names[index]}"
+    while abs(size) >= 1000 and index < len(_DECIMAL) - 1:
+        size, index = size / 1000, index + 1
+    return f"{size:.4g} {_DECIMAL[index]}"

@@ -10,6 +10,8 @@ event. A reader ignores unknown header fields and columns; a later format versio
 error. Batches that are sent together are concatenated.
 """
 
+from __future__ import annotations
+
 import struct
 import zlib
 from functools import lru_cache
@@ -256,6 +258,7 @@ class _Version(msgspec.Struct):
 
 
 def _refuse_newer(head: bytes) -> None:
+    """Raise NewerVersionError for a batch of a later format version."""
     try:
         version = msgspec.msgpack.decode(head, type=_Version).version
     except UNREADABLE as error:

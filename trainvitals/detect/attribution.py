@@ -12,6 +12,8 @@ Onsets are recorded when the steps arrive. A later search, on request, got half 
 by then most series that are out are a consequence.
 """
 
+from __future__ import annotations
+
 import math
 from bisect import bisect_left, insort
 from collections import deque
@@ -212,6 +214,7 @@ class _SeriesReference:
             self._refresh_scale()
 
     def _refresh_scale(self) -> None:
+        """Compute scale and limit of the series again from its quiet values."""
         self._age = 0
         if len(self._away) < LEAST:
             return
@@ -301,6 +304,7 @@ class _SeriesArrayReference:
         return bool(np.isfinite(self._scale).any())
 
     def _refresh_scale(self) -> None:
+        """Compute scale and limit of each series again from its quiet values."""
         self._age = 0
         num = np.minimum(self._quiet, REFERENCE)
         away = self._away.astype(np.float64)
@@ -428,6 +432,7 @@ class _OnsetEpisode:
 def _build_onset(
     attempt: int, first: _SeriesOutlier, out: Sequence[_SeriesOutlier], now: int, *, is_old: bool
 ) -> Onset:
+    """Return the onset of an episode that starts with this series."""
     return Onset(
         attempt=attempt,
         step=first.step,
@@ -769,6 +774,7 @@ class OnsetTracker:
         self._judge_update_norms(rows, calm=was_calm)
 
     def _add_layer(self, order: float, at: int, series: str, *numbers: float | None) -> None:
+        """Note a layer's series that is out in this step."""
         self._add_outlier(order, "layer", self._names[at], series, *numbers)
 
     def _judge_tensor_writes(self, rows: _LayerColumns) -> None:
@@ -879,8 +885,10 @@ class OnsetTracker:
     def _judge_gradient_shares(self, norms: Floats, away: Floats, lossy: bool) -> None:
         """Judge each layer's gradient norm relative to the other layers: what all share cancels.
 
-        ``away`` is the logarithm of each norm, less its usual value. If the loss is out, a larger
-        gradient is an effect.
+        Args:
+            norms: gradient norm of each layer.
+            away: logarithm of each norm, less its usual value.
+            lossy: whether the loss is out, so that a larger gradient is an effect.
         """
         at = np.flatnonzero(np.isfinite(norms) & (norms > 0.0))
         if len(at) < LEAST_LAYERS:

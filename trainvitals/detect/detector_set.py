@@ -1,5 +1,7 @@
 """The detectors that only report, in the order in which they see a step."""
 
+from __future__ import annotations
+
 from trainvitals.config import Settings
 from trainvitals.detect.guard import GuardDetector
 from trainvitals.detect.level import (
@@ -73,6 +75,16 @@ class DetectorSet(Stateful):
         self._loss_level = LevelDetector(config.level)
         self._loss_drift = DriftDetector(config.drift)
         self._loss_progress = ProgressDetector(config.progress)
+        self._parts: tuple[Detector, ...] = (
+            self._nonfinite,
+            self._guard,
+            self._loss_spike,
+            self._grad_norm_spike,
+            self._grad_norm_burst,
+            self._loss_level,
+            self._loss_drift,
+            self._loss_progress,
+        )
         self._suspended = 0
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
@@ -99,9 +111,8 @@ class DetectorSet(Stateful):
 
     def rebaseline(self, steps: int) -> None:
         """Discard every reference, and report no finite values for ``steps`` steps."""
-        for part in vars(self).values():
-            if isinstance(part, Detector):
-                part.rebaseline(steps)
+        for part in self._parts:
+            part.rebaseline(steps)
         self._suspended = max(self._suspended, steps)
 
     def accept_level(self) -> None:

@@ -9,6 +9,8 @@ only after minutes.
 Pure: the observations of the agents go in, a verdict comes out; no clock or process is read here.
 """
 
+from __future__ import annotations
+
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +20,6 @@ import msgspec
 from msgspec import Meta
 
 from trainvitals.config import AtLeastOne, Settings
-from trainvitals.detect.reporter import make_finding
 from trainvitals.records import Finding, HangLimits, Phase, RankActivity
 from trainvitals.units import humanize_seconds, name_ranks
 
@@ -193,13 +194,17 @@ class HangFollower:
 
 
 def _hang_finding(kind: str, verdict: HangVerdict) -> Finding:
-    rank = verdict.culprits[0] if len(verdict.culprits) == 1 else -1
-    limit = None if math.isinf(verdict.limit) else verdict.limit
-    cause = f"hang_{verdict.reason}" if kind == "hang" else ""
-    return make_finding(
-        "hang", verdict.step, verdict.text, kind=kind, cause=cause, rank=rank,
-        value=verdict.seconds, limit=limit, onset_step=-1,
-    )  # fmt: skip
+    return Finding(
+        kind=kind,
+        level="advisory",
+        step=verdict.step,
+        detector="hang",
+        reason=verdict.text,
+        rank=verdict.culprits[0] if len(verdict.culprits) == 1 else -1,
+        value=verdict.seconds,
+        limit=None if math.isinf(verdict.limit) else verdict.limit,
+        cause=f"hang_{verdict.reason}" if kind == "hang" else "",
+    )
 
 
 class _HangJudge:
@@ -293,6 +298,7 @@ class _HangJudge:
         reason: Reason,
         seconds: float,
     ) -> HangVerdict:
+        """Return the verdict on blocking ranks that others wait for."""
         names, first = name_ranks([rank.rank for rank in culprits]), culprits[0]
         are, in_place = ("is" if len(culprits) == 1 else "are"), ""
         if first.where and len(culprits) == 1:

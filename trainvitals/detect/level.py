@@ -11,6 +11,8 @@ vary and with the largest rise that recovered by itself: it finds a 10 % rise at
 needs 500 steps to learn how much the run varies.
 """
 
+from __future__ import annotations
+
 import math
 from collections import deque
 from collections.abc import Iterable
@@ -96,6 +98,7 @@ class LevelDetector(Detector):
         self._forget_level()
 
     def _forget_level(self) -> None:
+        """Reset the loss level, its lowest value and the current rise."""
         self._best: float | None = None
         self._onset = -1
         """First step of the rise, or -1 while the level is normal."""
@@ -151,6 +154,7 @@ class LevelDetector(Detector):
         return self._plateau_findings(record, level, best)
 
     def _record_recovery(self) -> None:
+        """End a rise of the loss level that has recovered."""
         if self._num_told or self._silent:
             self._recovered.append([self._seen, self._top])
         self._onset, self._at_once, self._silent = -1, False, False
@@ -175,6 +179,7 @@ class LevelDetector(Detector):
         return latest < _RECOVERING * max(before, level - best)
 
     def _start_rise(self, level: float, best: float) -> None:
+        """Record that the loss started to rise above its lowest level."""
         self._top = 0.0
         self._onset = self._change_point(level, best)
         self._low, self._num_told, self._is_far = best, 0, False
@@ -265,6 +270,7 @@ def _estimate_loss_noise(losses: Iterable[float]) -> float:
 
 
 def _format_rise(level: float, best: float) -> str:
+    """Return the rise of a loss level above the lowest as text."""
     if best <= 0.0:
         return f"{level - best:.4g}"
     return f"{100.0 * (level - best) / best:.3g} %"

@@ -13,6 +13,8 @@ data. All arithmetic here is float64 in a fixed order, so that every rank, the c
 replay get the same bits.
 """
 
+from __future__ import annotations
+
 import math
 import sys
 from bisect import bisect_left, insort
@@ -135,6 +137,7 @@ def is_clean(record: StepRecord) -> bool:
 
 
 def _is_nonfinite_or_outlier(value: float | None, limit: float | None) -> bool:
+    """Return whether a loss or norm is non-finite or above its limit."""
     if value is None:
         return False
     return not math.isfinite(value) or (limit is not None and value > limit)

@@ -206,6 +206,7 @@ class ScheduleFollower(Stateful):
         return f"the learning rate left the declared {self._name}: {named}{more}{since}"
 
     def _is_outside_band(self, rate: float, band: RateBand) -> bool:
+        """Return whether a learning rate is outside its declared range."""
         self._highest = max(self._highest, abs(band.high))
         low, high = band.widened(self._tolerance, 1e-3 * self._tolerance * self._highest)
         return not low <= rate <= high
@@ -230,6 +231,7 @@ def _format_group(group: int) -> str:
 
 
 def _format_band(band: RateBand) -> str:
+    """Return a range of learning rates as text."""
     if band.high - band.low <= 0.02 * abs(band.high):
         return f"{(band.low + band.high) / 2:.4g}"
     return f"{band.low:.4g} to {band.high:.4g}"

@@ -9,6 +9,8 @@ These rules only report. Whether an update is skipped is decided by the escalati
 limits of its own.
 """
 
+from __future__ import annotations
+
 import math
 import sys
 from collections import deque
@@ -209,6 +211,7 @@ class SpikeDetector(Detector):
         self._end_episode()
 
     def _end_episode(self) -> None:
+        """End the current episode: evidence is discarded."""
         self._sum, self._peak, self._onset = 0.0, 0.0, -1
         self._num, self._height, self._usual = 0, 0.0, 0
         self._told = self._silent = False
@@ -324,6 +327,7 @@ class SpikeDetector(Detector):
     # ---------------------------------------------------------------------- around zero
 
     def _limit_around_zero(self) -> float | None:
+        """Return the limit for a metric with values at or below zero."""
         values = self._course.values()
         course = self._course.median()
         spread = max(max(values) - course, course - min(values))
@@ -754,6 +758,7 @@ class BurstDetector(Detector):
         self._sum, self._onset, self._told = 0.0, -1, 0
 
     def _push_norm(self, norm: float) -> None:
+        """Add a clean gradient norm to the reference."""
         if len(self._window):
             self._deviations.push(math.log(norm) - math.log(self._window.median()))
         else:

@@ -52,7 +52,12 @@ def timeline_blocks(verdict: VerdictView) -> list[TextBlock]:
 
 
 def incident_blocks(incident: IncidentView, run: RunSummary | None = None) -> list[TextBlock]:
-    """Return the summary of an incident; ``run`` is None if the document is about its run."""
+    """Return the summary of an incident.
+
+    Args:
+        incident: the incident.
+        run: its run; None if the document is about this run.
+    """
     severity = SEVERITY_WORDS[incident.severity]
     state = "open" if incident.is_open else "resolved"
     blocks: list[TextBlock] = [

@@ -33,6 +33,7 @@ def _make_printable(text: str) -> str:
 
 
 def _format_block(block: Block, escape: Escape, strong: str) -> str:
+    """Return one block of a document as Markdown or plain text."""
     match block:
         case Heading():
             return f"{'#' * block.level} {escape(block.text)}"

@@ -85,6 +85,7 @@ def _build_elements(blocks: Sequence[Block], notes: set[str] | None = None) -> l
 
 
 def _build_block_element(block: TextBlock | ChartBlock) -> Node:
+    """Return the HTML element of one block of a document."""
     match block:
         case Heading():
             return make_element(f"h{block.level}", block.text)
@@ -135,6 +136,7 @@ def _build_table_element(block: TableBlock) -> Node:
 
 
 def _choose_cell_class(text: str) -> str | None:
+    """Return the CSS class of a table's cell by the length of its text."""
     return "long" if len(text) > _LONG else "short" if len(text) <= _SHORT else None
 
 

@@ -40,6 +40,7 @@ _CAMEL = frozenset({"viewBox", "preserveAspectRatio"})
 
 
 def _add_text(element: Node, text: str) -> None:
+    """Add text to an HTML element, after its last child."""
     if len(element):
         element[-1].tail = (element[-1].tail or "") + text
     else:

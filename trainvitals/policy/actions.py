@@ -3,6 +3,8 @@
 These are a skip, a rollback (its target, budget and skipped batches), and a halt.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -81,8 +83,11 @@ def log_decision(
 ) -> PolicyResult:
     """Create the entry of the decision log: the decision with all its evidence.
 
-    ``state`` is the memory after the action. ``fields`` of ``Decision`` are at least ``action``,
-    ``reason``, ``rule`` and ``acted``.
+    Args:
+        state: memory of the policy after the action.
+        context: all data about the step.
+        finding: finding that led to the action.
+        fields: fields of ``Decision``; at least ``action``, ``reason``, ``rule`` and ``acted``.
     """
     facts = replace(state.facts, ledger_seq=state.facts.ledger_seq + 1)
     record = context.record

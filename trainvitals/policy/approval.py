@@ -1,5 +1,7 @@
 """Approval of rollbacks: request, veto, and the default without a response."""
 
+from __future__ import annotations
+
 from msgspec.structs import replace
 
 from trainvitals.policy.actions import (
@@ -25,7 +27,11 @@ def decide_rollback(
 ) -> PolicyResult:
     """Roll back, or request approval if the settings require it.
 
-    ``state`` is the memory before the budget is spent, as it is in ``rollback``.
+    Args:
+        state: memory of the policy before the budget is spent.
+        context: all data about the step.
+        plan: the rollback without its target.
+        rollback: the rollback with its target and the spent budget.
     """
     cause, ask = rollback.facts.cause, context.config.ask
     cuts_lr = plan.jump is not None or (cause is not None and cause.tries > 1)

@@ -1,5 +1,7 @@
 """Commands of operators: executed or refused, and never refused because of a budget."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Literal
 

@@ -1,5 +1,7 @@
 """Evidence that a decision rests on: the step, the probe, and sentences about its result."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -8,7 +10,6 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from trainvitals.detect.outliers import LossKind
-from trainvitals.detect.reporter import make_finding
 from trainvitals.policy.state import CheckpointRef, Mode, PolicyConfig, PolicyState, Proposal
 from trainvitals.records import Finding, StateRead, StepRecord
 from trainvitals.units import humanize_count
@@ -249,7 +250,15 @@ def damage_finding(
     read: StateRead, limit: float, context: DecisionContext, rank: int = -1
 ) -> Finding:
     """Return the finding of a reading that shows damage."""
-    return make_finding(
-        "probe", context.record.step, describe_damage(read), kind="state_damaged",
-        level="actionable", rank=rank, value=read.ratio, limit=limit, onset_step=read.onset_step,
-    )  # fmt: skip
+    return Finding(
+        kind="state_damaged",
+        level="actionable",
+        step=context.record.step,
+        detector="probe",
+        reason=describe_damage(read),
+        rank=rank,
+        value=read.ratio,
+        limit=limit,
+        onset_step=read.onset_step,
+        cause="state_damaged",
+    )

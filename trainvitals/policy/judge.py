@@ -4,6 +4,8 @@
 findings to the policy.
 """
 
+from __future__ import annotations
+
 import struct
 import zlib
 from collections.abc import Mapping
@@ -266,7 +268,8 @@ class Judge:
     def limits(self, turn: int | None = None) -> Limits:
         """Return the limits for the next step on the device: never below the reported ones.
 
-        ``turn`` is the optimizer of that step; None: that of the last step.
+        Args:
+            turn: optimizer of that step; None: that of the last step.
         """
         optimizer, policy = self._next_state(turn)
         acting, reported = optimizer.outliers.limits(), optimizer.detectors.limits()
@@ -279,7 +282,8 @@ class Judge:
     def max_row(self, turn: int | None = None) -> int:
         """Return the number of updates in a row that the device may withhold for finite outliers.
 
-        ``turn`` is as in ``limits``.
+        Args:
+            turn: optimizer of the next step; None: that of the last step.
         """
         return max_row(self._next_state(turn)[1], self.config.ladder)
 

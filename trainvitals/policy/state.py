@@ -355,22 +355,28 @@ class PolicyState(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.known_rate, self.learning_rate if self.lr_jump is None else 0.0)
 
 
-_OF_RUN = (
-    *("facts", "first_step", "asked", "passes_until", "rolling_back"),
-    *("hidden", "replicas", "settings", "num_missed"),
-)
-_LATEST_OF_RUN = ("last_flagged", "announced_until", "evaluated_at", "last_unhealthy_step")
-
-
 def carry_run_state(state: PolicyState, before: PolicyState) -> PolicyState:
     """Return the state of one optimizer, updated from ``before``, the state of another one.
 
     Fields about the run are taken from ``before``; rows and the count of withheld updates stay with
     the optimizer whose steps they describe.
     """
-    fields = {name: getattr(before, name) for name in _OF_RUN}
-    fields |= {name: max(getattr(state, name), getattr(before, name)) for name in _LATEST_OF_RUN}
-    return replace(state, **fields)
+    return replace(
+        state,
+        facts=before.facts,
+        first_step=before.first_step,
+        last_flagged=max(state.last_flagged, before.last_flagged),
+        announced_until=max(state.announced_until, before.announced_until),
+        evaluated_at=max(state.evaluated_at, before.evaluated_at),
+        asked=before.asked,
+        passes_until=before.passes_until,
+        last_unhealthy_step=max(state.last_unhealthy_step, before.last_unhealthy_step),
+        rolling_back=before.rolling_back,
+        hidden=before.hidden,
+        replicas=before.replicas,
+        settings=before.settings,
+        num_missed=before.num_missed,
+    )
 
 
 def after_rollback(
@@ -449,6 +455,7 @@ class DeviceRule(msgspec.Struct, frozen=True):
 
 
 def _not_finite(value: float | None) -> bool:
+    """Return whether a value is NaN or infinite; False if it is unknown."""
     return value is not None and not math.isfinite(value)
 
 
@@ -462,6 +469,7 @@ def is_outlier(record: StepRecord) -> bool:
 
 
 def _is_above(value: float | None, limit: float | None) -> bool:
+    """Return whether a finite value is above its limit."""
     return value is not None and limit is not None and limit < value < math.inf
 
 

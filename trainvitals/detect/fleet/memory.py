@@ -1,5 +1,7 @@
 """Device memory that grows slowly, and the steps left until it is full."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated
@@ -111,6 +113,7 @@ class MemoryCreepWatcher(LastingWatcher):
             self._total = min(self._total, total) if self._total else total
 
     def _restarted(self, merged: MergedStep) -> None:
+        """Discard the memory minima: another attempt starts."""
         self._settling = self._config.warmup_rows
         self._scales = self._new_scales()
         self._creeps = [False] * _LEVELS
@@ -175,6 +178,7 @@ class MemoryCreepWatcher(LastingWatcher):
 
 
 def _theil_sen(values: Sequence[float]) -> float:
+    """Return the median slope between all pairs of values (Theil-Sen)."""
     num = len(values)
     return upper_median(
         [(values[j] - values[i]) / (j - i) for i in range(num) for j in range(i + 1, num)]

@@ -5,6 +5,8 @@ name the node and the GPU. ``ecc_corrected_errors`` and ``last_xid`` are judged 
 them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -96,7 +98,7 @@ class GpuThrottleWatcher(NodeWatcher):
             mask = columns.get("throttle_reasons")
             if not isinstance(mask, int) or mask < 0:
                 continue
-            clocks = _get_gpu_state(self, (sample.node, uuid))
+            clocks = _get_gpu_state(self._gpus, (sample.node, uuid), self._new_gpu_state)
             if clocks is not None and (reason := self._slowed(clocks, mask, columns)):
                 text = f"{_format_gpu(sample, uuid)} {reason}{_format_clock_numbers(columns)}"
                 is_cap = mask & POWER_CAP and not mask & _SLOWED
@@ -149,12 +151,14 @@ _WORDS = {
 
 
 def _throttle_cause(mask: int) -> str:
+    """Return the finding's cause for a GPU's throttle reasons."""
     if mask & (SOFTWARE_HEAT | HARDWARE_HEAT):
         return "gpu_thermal"
     return "gpu_power_brake" if mask & POWER_BRAKE else "gpu_slowdown"
 
 
 def _format_clock_numbers(columns: Mapping[str, Value]) -> str:
+    """Return the known numbers about slow clocks."""
     parts = []
     for column, unit in (
         ("temperature_celsius", "celsius"),
@@ -209,7 +213,7 @@ class GpuErrorWatcher(NodeWatcher):
         """Add one sample; the samples of a node come in order."""
         findings: list[Finding] = []
         for uuid, columns in sample.gpus.items():
-            gpu_errors = _get_gpu_state(self, (sample.node, uuid))
+            gpu_errors = _get_gpu_state(self._gpus, (sample.node, uuid), self._new_gpu_state)
             if gpu_errors is None:
                 continue
             if (count := _count(columns.get("ecc_uncorrected_errors"))) >= 0:
@@ -324,12 +328,12 @@ class GpuLostWatcher(NodeWatcher):
         return tuple(findings)
 
 
-def _get_gpu_state(watcher: GpuThrottleWatcher | GpuErrorWatcher, key: tuple[str, str]) -> Any:
+def _get_gpu_state(gpus: dict[tuple[str, str], Any], key: tuple[str, str], make: Any) -> Any:
     """Return the state of a GPU, created if it is new; None if there are too many."""
-    gpus: dict[tuple[str, str], Any] = watcher._gpus
-    if key not in gpus and len(gpus) < MOST_GPUS:
-        gpus[key] = watcher._new_gpu_state()
-    return gpus.get(key)
+    known = gpus.get(key)
+    if known is None and len(gpus) < MOST_GPUS:
+        gpus[key] = known = make()
+    return known
 
 
 def _count(value: Value) -> int:
@@ -338,4 +342,5 @@ def _count(value: Value) -> int:
 
 
 def _format_gpu(sample: NodeSample, uuid: str) -> str:
+    """Return a GPU and its node as text for a finding."""
     return f"GPU {uuid} of node {sample.node}"

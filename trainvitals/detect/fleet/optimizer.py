@@ -5,6 +5,8 @@ judged. If the escalation policy cut or held the rate, its factor (``lr_factor``
 its own cuts end by themselves.
 """
 
+from __future__ import annotations
+
 import math
 from bisect import bisect_left
 from typing import Annotated
@@ -308,6 +310,7 @@ class LossScaleWatcher(Watcher):
         return self._loss_scale_findings(merged.step, scale)
 
     def _has_overflowed(self, merged: MergedStep, scale: float) -> bool:
+        """Return whether the gradients overflowed in this step."""
         verdict = merged.run.get("verdict")
         if isinstance(verdict, int):
             return bool(verdict & OVERFLOW)

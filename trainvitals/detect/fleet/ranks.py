@@ -1,5 +1,7 @@
 """Waits for data, one rank's loss compared with the others', and wrong gradient sums."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from operator import add
 from typing import Annotated
@@ -90,6 +92,7 @@ class DataBoundWatcher(LastingWatcher):
         self._stall_episode = ConditionEpisode(self._config.block)
 
     def _restarted(self, merged: MergedStep) -> None:
+        """Discard the unfinished block of waits: another attempt starts."""
         self._clear_wait_block()
         self._stalled.clear()
 
@@ -230,6 +233,7 @@ class RankLossWatcher(Watcher):
         return bool(self._told)
 
     def _restarted(self, merged: MergedStep) -> None:
+        """Discard the counts of steps in which a rank's loss was off."""
         self._counts.clear()
         self._told.clear()
 
@@ -283,6 +287,7 @@ class RankLossWatcher(Watcher):
         return tuple(findings)
 
     def _decrease_count(self, rank: int) -> None:
+        """Lower a rank's count of steps in which its loss was off."""
         count, since = self._counts[rank]
         if abs(count) <= 5:
             del self._counts[rank]

@@ -1,5 +1,7 @@
 """All fleet detectors together, as the collector runs them, live or in a replay."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -210,6 +212,7 @@ class FleetDetectors(Stateful):
         self._is_overdue = False
 
     def _overdue_findings(self, step: int) -> tuple[Finding, ...]:
+        """Return the finding about an overdue checkpoint, once."""
         if self._is_overdue:
             return ()
         finding = checkpoint_overdue(

@@ -1,5 +1,7 @@
 """Durations of steps: the usual one, a throughput that falls, overdue steps and checkpoints."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -177,6 +179,7 @@ class ThroughputWatcher(LastingWatcher):
         self._block_start = -1
 
     def _restarted(self, merged: MergedStep) -> None:
+        """Discard the unfinished block of steps: another attempt starts."""
         self.pace.roll_back(merged.step)
         self._settling = self._config.warmup_rows
         self._block.clear()
@@ -230,6 +233,7 @@ class ThroughputWatcher(LastingWatcher):
         return self._report_slowdown(step, cost, best, allowed) if begins else ()
 
     def _update_best(self, cost: float) -> None:
+        """Update the run's best throughput, and its noise, by a block's cost."""
         self._blocks = [*self._blocks, cost][-self._config.blocks :]
         if len(self._blocks) < _LEAST_BLOCKS:
             return

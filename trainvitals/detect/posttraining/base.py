@@ -4,6 +4,8 @@ They see one ``MergedStep`` per logged step, whose columns are the quantities of
 detector abstains while its quantities are missing, and counts values, not steps.
 """
 
+from __future__ import annotations
+
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -194,7 +196,8 @@ class RewardCourse(ValueCourse):
     def _sigma(self, fast: float) -> float:
         """Return a larger deviation if neighbors are correlated: that of a level, made comparable.
 
-        ``fast`` is the deviation without slow noise.
+        Args:
+            fast: the deviation without slow noise.
         """
         values = list(self._values)
         bends = [
