@@ -4,8 +4,6 @@ Pure: input are columns of the steps in the lineage; output are numbers or a rea
 does not predict the future, the result is the reason as a sentence.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import NamedTuple
 

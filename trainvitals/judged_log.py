@@ -25,8 +25,6 @@ The log provides the numbers. Everything else rests on these assumptions:
   batches must read worse before the state counts as damaged.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Base units as text for people. Stored and exposed numbers stay in base units."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 

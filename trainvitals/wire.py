@@ -10,8 +10,6 @@ event. A reader ignores unknown header fields and columns; a later format versio
 error. Batches that are sent together are concatenated.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from functools import lru_cache

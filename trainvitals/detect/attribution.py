@@ -12,8 +12,6 @@ Onsets are recorded when the steps arrive. A later search, on request, got half 
 by then most series that are out are a consequence.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, insort
 from collections import deque

@@ -1,7 +1,5 @@
 """The detectors that only report, in the order in which they see a step."""
 
-from __future__ import annotations
-
 from trainvitals.config import Settings
 from trainvitals.detect.guard import GuardDetector
 from trainvitals.detect.level import (

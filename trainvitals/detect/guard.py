@@ -3,8 +3,6 @@
 Both need no reference: a step was measured or it was not, and a gradient is exactly 0 or it is not.
 """
 
-from __future__ import annotations
-
 from trainvitals.detect.outliers import Detector, LossKind
 from trainvitals.detect.replicas import format_ranks
 from trainvitals.records import Finding, StepRecord

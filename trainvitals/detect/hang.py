@@ -9,8 +9,6 @@ only after minutes.
 Pure: the observations of the agents go in, a verdict comes out; no clock or process is read here.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence

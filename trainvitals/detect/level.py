@@ -11,8 +11,6 @@ vary and with the largest rise that recovered by itself: it finds a 10 % rise at
 needs 500 steps to learn how much the run varies.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterable

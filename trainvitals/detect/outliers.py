@@ -13,8 +13,6 @@ data. All arithmetic here is float64 in a fixed order, so that every rank, the c
 replay get the same bits.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from bisect import bisect_left, insort

@@ -4,8 +4,6 @@ Alerts, the grouping of incidents, the Ranks page, the levels that an operator m
 docs/DETECTORS.md are made from these rows; CONTRIBUTING.md lists what a new detector needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 

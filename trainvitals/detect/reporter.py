@@ -1,7 +1,5 @@
 """Findings of detectors: the fields that they have in common."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, TypedDict, Unpack
 
 from trainvitals.records import Finding, Level, Severity

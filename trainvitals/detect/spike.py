@@ -9,8 +9,6 @@ These rules only report. Whether an update is skipped is decided by the escalati
 limits of its own.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import deque

@@ -12,8 +12,6 @@ Both end as findings of the kind ``user_alert`` whose cause is the alert's name:
 handled like the alerts of Vitals. Pure: reads no clock, and sees one value after the other.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import operator

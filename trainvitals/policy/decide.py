@@ -11,8 +11,6 @@ evaluation) can also come from a large optimizer spike: it has a cooldown, is sp
 and never halts a run.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, Literal

@@ -4,8 +4,6 @@ The collector makes these from the rows that all ranks wrote for a step; a repla
 makes the same. Nothing here decides: actions are judged in the job, only on ``StepRecord``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

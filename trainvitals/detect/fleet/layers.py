@@ -5,8 +5,6 @@ location, 1964, as a stochastic approximation): two numbers per layer, which no 
 move far.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar

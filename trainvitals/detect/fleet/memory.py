@@ -1,7 +1,5 @@
 """Device memory that grows slowly, and the steps left until it is full."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated

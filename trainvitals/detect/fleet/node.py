@@ -5,8 +5,6 @@ name the node and the GPU. ``ecc_corrected_errors`` and ``last_xid`` are judged 
 them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 

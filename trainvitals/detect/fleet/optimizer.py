@@ -5,8 +5,6 @@ judged. If the escalation policy cut or held the rate, its factor (``lr_factor``
 its own cuts end by themselves.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from typing import Annotated

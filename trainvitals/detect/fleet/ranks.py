@@ -1,7 +1,5 @@
 """Waits for data, one rank's loss compared with the others', and wrong gradient sums."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import add
 from typing import Annotated

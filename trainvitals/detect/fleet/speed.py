@@ -1,7 +1,5 @@
 """Durations of steps: the usual one, a throughput that falls, overdue steps and checkpoints."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

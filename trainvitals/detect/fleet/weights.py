@@ -1,7 +1,5 @@
 """The norm of all weights: it moves slowly, regardless of the loss."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from typing import Annotated

@@ -4,8 +4,6 @@ They see one ``MergedStep`` per logged step, whose columns are the quantities of
 detector abstains while its quantities are missing, and counts values, not steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Entropy falls, the divergence grows and groups get equal rewards in every succes
 each of these is reported only together with a reward that did not rise, or that was lost again.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Problems of a loss that compares a chosen with a rejected completion."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from fractions import Fraction

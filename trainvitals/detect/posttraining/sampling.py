@@ -3,8 +3,6 @@
 Both have absolute limits: a healthy run is far below them, whatever its task.
 """
 
-from __future__ import annotations
-
 from trainvitals.detect.fleet.base import MergedStep
 from trainvitals.detect.posttraining import names
 from trainvitals.detect.posttraining.base import (
