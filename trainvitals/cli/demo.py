@@ -117,6 +117,7 @@ def find_false_alarms(matches: Sequence[Match], decisions: Sequence[Decision]) -
 
 
 def _matches_expected(want: Expected, decision: Decision) -> bool:
+    """Return whether a decision is the one that a fault of the demo must lead to."""
     expected = (want.action, want.rule, want.rank, want.step)
     return expected == (decision.action, decision.rule, decision.rank, decision.step)
 
@@ -329,6 +330,7 @@ class _Demo:
         return msgspec.json.decode(result.read_bytes(), type=DemoResult)
 
     def _show_progress(self, arm: Arm, ended: Callable[[], int | None]) -> None:
+        """Show the progress bar of one of the demo's trainings until it ends."""
         columns = ("{task.description:<28}", "{task.fields[status]}")
         progress = Progress(
             TextColumn(columns[0]), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -359,6 +361,7 @@ class _Demo:
         return run.last_step + 1, f"{loss}  skips {run.num_skips}  rollbacks {run.num_rollbacks}"
 
     def _open_client(self) -> CollectorClient:
+        """Return a client of the demo's collector."""
         collector = collector_on(self._stack.data)
         if collector is None:
             raise TransportError("the demo's collector has ended", hint=f"see {self._stack.home}")

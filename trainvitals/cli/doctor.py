@@ -35,7 +35,7 @@ MIN_DISK_BYTES = 16 << 20
 """Below this free space for run directories, the disk counts as full."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
     """Result of one check, with the fix if it failed."""
 
@@ -48,13 +48,15 @@ class Check:
 def check_versions() -> Iterator[Check]:
     """Yield the versions of Vitals, Python and the system."""
     yield Check(
-        "vitals", "ok", f"{__version__} on Python {platform.python_version()}, {platform.system()}"
+        name="vitals",
+        status="ok",
+        text=f"{__version__} on Python {platform.python_version()}, {platform.system()}",
     )
     if sys.platform not in ("linux", "darwin"):
         yield Check(
-            "system",
-            "fail",
-            f"{platform.system()} is not supported",
+            name="system",
+            status="fail",
+            text=f"{platform.system()} is not supported",
             hint="train on Linux; on macOS the hooks, the file journal and the demo work",
         )
 
@@ -64,17 +66,19 @@ def check_torch(installed: Callable[[str], str | None]) -> Check:
     version = installed("torch")
     if version is None:
         return Check(
-            "torch", "info", f"not installed; to train here, your own build or: {install('torch')}"
+            name="torch",
+            status="info",
+            text=f"not installed; to train here, your own build or: {install('torch')}",
         )
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if release < (2, 6):
         return Check(
-            "torch",
-            "fail",
-            f"{version} is too old; 2.6 or newer is needed",
+            name="torch",
+            status="fail",
+            text=f"{version} is too old; 2.6 or newer is needed",
             hint="older ones run code from checkpoints they load: pip install 'torch>=2.6'",
         )
-    return Check("torch", "ok", version)
+    return Check(name="torch", status="ok", text=version)
 
 
 def check_programs(importable: Callable[[str], bool]) -> Iterator[Check]:
@@ -82,12 +86,12 @@ def check_programs(importable: Callable[[str], bool]) -> Iterator[Check]:
     for extra, modules in PACKAGES.items():
         missing = [module for module in modules if not importable(module)]
         if not missing:
-            yield Check(extra, "ok", "installed")
+            yield Check(name=extra, status="ok", text="installed")
         elif extra != "base" and len(missing) == len(modules):
-            yield Check(extra, "info", f"not installed: {install(extra)}")
+            yield Check(name=extra, status="info", text=f"not installed: {install(extra)}")
         else:
             text = f"incomplete: {', '.join(missing)} not installed"
-            yield Check(extra, "note", text, hint=install(extra))
+            yield Check(name=extra, status="note", text=text, hint=install(extra))
 
 
 def check_checkpoint(trials: Iterable[EntryPoint]) -> Iterator[Check]:
@@ -99,14 +103,14 @@ def check_checkpoint(trials: Iterable[EntryPoint]) -> Iterator[Check]:
             except Exception as error:  # noqa: BLE001 - of whatever a broken torch raises
                 text = error.text if isinstance(error, VitalsError) else f"{error!r}"
                 yield Check(
-                    trial.name,
-                    "fail",
-                    f"a trial checkpoint cannot be saved and loaded: {text}",
+                    name=trial.name,
+                    status="fail",
+                    text=f"a trial checkpoint cannot be saved and loaded: {text}",
                     hint="train with another Python or torch; without checkpoints nothing can be "
                     "rolled back",
                 )
             else:
-                yield Check(trial.name, "ok", "saved and loaded one as a trial")
+                yield Check(name=trial.name, status="ok", text="saved and loaded one as a trial")
 
 
 def check_memory(environ: Mapping[str, str]) -> Iterator[Check]:
@@ -116,28 +120,28 @@ def check_memory(environ: Mapping[str, str]) -> Iterator[Check]:
     refused: list[VitalsError] = []
     base = next(private_bases(environ, refused), None)
     for error in refused:
-        yield Check("private base", "fail", error.text, hint=error.hint)
+        yield Check(name="private base", status="fail", text=error.text, hint=error.hint)
     if base is None:
         return
-    yield Check("private base", "ok", f"{base}, mode 0700, owned by this user")
+    yield Check(name="private base", status="ok", text=f"{base}, mode 0700, owned by this user")
     free = shutil.disk_usage(base).free
     if not is_memory_backed(base):
         yield Check(
-            "shared memory",
-            "note",
-            f"{base} is on a disk, which takes metrics more slowly than memory does",
+            name="shared memory",
+            status="note",
+            text=f"{base} is on a disk, which takes metrics more slowly than memory does",
             hint="mount a tmpfs, and point VITALS_SHM at it",
         )
     elif free < MIN_SHARED_BYTES:
         yield Check(
-            "shared memory",
-            "fail",
-            f"{free / 1e6:.0f} MB free in {base}, shared by Vitals and DataLoader workers; "
+            name="shared memory",
+            status="fail",
+            text=f"{free / 1e6:.0f} MB free in {base}, shared by Vitals and DataLoader workers; "
             f"{MIN_SHARED_BYTES / 1e6:.0f} MB are needed",
             hint="docker run --shm-size=1g, or an emptyDir with medium Memory in Kubernetes",
         )
     else:
-        yield Check("shared memory", "ok", f"{free / 1e6:.0f} MB free in {base}")
+        yield Check(name="shared memory", status="ok", text=f"{free / 1e6:.0f} MB free in {base}")
 
 
 def check_run_directory(environ: Mapping[str, str]) -> Check:
@@ -149,17 +153,17 @@ def check_run_directory(environ: Mapping[str, str]) -> Check:
         free = status.f_bavail * status.f_frsize
         if free < MIN_DISK_BYTES:
             return Check(
-                "run directories",
-                "note",
-                f"{directory}: its disk has only {free >> 20} MB left; once it is full, the "
+                name="run directories",
+                status="note",
+                text=f"{directory}: its disk has only {free >> 20} MB left; once it is full, the "
                 "agent holds in memory what the ranks write",
                 hint="free some space, or point VITALS_DIR at another disk",
             )
-        return Check("run directories", "ok", str(directory))
+        return Check(name="run directories", status="ok", text=str(directory))
     return Check(
-        "run directories",
-        "fail",
-        f"{directory} cannot be written: {existing} is not a folder that you may write to",
+        name="run directories",
+        status="fail",
+        text=f"{directory} cannot be written: {existing} is not a folder that you may write to",
         hint="point VITALS_DIR at a directory you may write to",
     )
 
@@ -174,11 +178,12 @@ def examine(environ: Mapping[str, str]) -> list[Check]:
         *check_programs(lambda module: find_spec(module) is not None),
         *check_memory(environ),
         check_run_directory(environ),
-        Check("speed", "info", "not measured here: vitals preflight"),
+        Check(name="speed", status="info", text="not measured here: vitals preflight"),
     ]
 
 
 def _installed_version(distribution: str) -> str | None:
+    """Return the installed version of a distribution; None if it is missing."""
     try:
         return version(distribution)
     except PackageNotFoundError:

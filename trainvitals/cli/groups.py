@@ -19,7 +19,15 @@ def add_commands(app: typer.Typer, commands: Commands) -> None:
 def add_group(
     app: typer.Typer, name: str, commands: Commands, *, about: str, example: str
 ) -> typer.Typer:
-    """Add a group with its commands; called without one of them it shows its help."""
+    """Add a group with its commands; called without one of them it shows its help.
+
+    Args:
+        app: gets the group.
+        name: name of the group.
+        commands: commands of the group.
+        about: help of the group.
+        example: example of the group.
+    """
     group = typer.Typer(
         help=about, epilog=f"Example: {example}", no_args_is_help=True, rich_markup_mode=None
     )

@@ -47,6 +47,7 @@ def _escaped(text: str) -> str:
 
 
 def _escape_json_line(line: str) -> str:
+    """Escape the control characters in one line of a command's JSON output."""
     # In JSON such characters only occur inside strings. ``dumps`` does not escape DEL.
     escaped = (c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
     return "".join(escaped).replace("\x7f", "\\u007f")
@@ -110,6 +111,7 @@ def _cell_text(value: object) -> str:
 
 
 def _truncate_cell(cell: str) -> str:
+    """Return a table's cell, cut to ``MAX_CELL`` characters."""
     return cell if len(cell) <= MAX_CELL else f"{cell[: MAX_CELL - 3]}..."
 
 

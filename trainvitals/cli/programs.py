@@ -149,11 +149,13 @@ def register_all(
 
 
 def _command_sort_key(command: CommandInfo) -> int:
+    """Return the position of a CLI command in the help."""
     name = _command_name(command)
     return ORDER.index(name) if name in ORDER else len(ORDER)
 
 
 def _load_program(name: str) -> Callable[[typer.Typer], None]:
+    """Return the ``register`` function of a module of ``trainvitals.cli``."""
     register: Callable[[typer.Typer], None] = import_module(f"trainvitals.cli.{name}").register
     return register
 
@@ -185,6 +187,7 @@ def _register_program(
 
 
 def _command_names(app: typer.Typer) -> set[str]:
+    """Return the names of the CLI app's commands and groups."""
     groups = {group.name for group in app.registered_groups}
     commands = {_command_name(command) for command in app.registered_commands}
     return {name for name in groups | commands if isinstance(name, str)}

@@ -40,6 +40,10 @@ def register(app: typer.Typer) -> None:
 def find_halted(run: str, vitals_dir: Path) -> RunDir:
     """Return the requested run; if several match, the only one that is halted.
 
+    Args:
+        run: a run directory, a directory with runs, or an id, the start of one, or a name.
+        vitals_dir: where to look for an id or a name.
+
     Raises:
         UsageError: no run matches, or several do.
     """
@@ -80,6 +84,7 @@ def find_matching_runs(run: str, vitals_dir: Path) -> list[RunDir]:
 
 
 def _is_halted(run_dir: RunDir) -> bool:
+    """Return whether a run directory has a halt marker that can be read."""
     try:
         return run_dir.halted() is not None
     except PermissionError:
@@ -87,6 +92,7 @@ def _is_halted(run_dir: RunDir) -> bool:
 
 
 def _halt_text(run_id: str, marker: HaltMarker) -> str:
+    """Return one line on when and why a run was halted."""
     when = ""
     if marker.time_unix_ns:
         moment = datetime.fromtimestamp(marker.time_unix_ns / 1e9, UTC)
@@ -96,6 +102,7 @@ def _halt_text(run_id: str, marker: HaltMarker) -> str:
 
 
 def _run_name(run: RunDir) -> str:
+    """Return the name of the run; "" if its file is missing or damaged."""
     try:
         info = run.info()
     except (VitalsError, OSError):

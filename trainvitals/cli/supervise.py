@@ -124,6 +124,7 @@ class ProgramStack:
         return self.dashboard_url
 
     def _start_child(self, name: str, options: Sequence[str]) -> ChildProgram:
+        """Start a Vitals program with its own log, and supervise it."""
         log = self.home / f"{name}.log"
         child = ChildProgram(name, self._spawn(name, options, log, os.O_TRUNC), log, options)
         self._children.append(child)
@@ -272,7 +273,10 @@ def run_command(
 ) -> int:
     """Run a command in the foreground; return its exit code, 128 + N after signal N.
 
-    ``look`` is called about once per second while it runs.
+    Args:
+        command: the program and its arguments.
+        environ: its environment.
+        look: called about once per second while it runs.
 
     Raises:
         UsageError: the command does not exist.
@@ -296,6 +300,7 @@ def run_command(
 
 
 def _wait_and_poll(process: subprocess.Popen[bytes], look: Callable[[], object]) -> int:
+    """Wait for the training command, and call ``look`` about once per second."""
     while True:
         try:
             return process.wait(LOOK_SECONDS)
@@ -336,6 +341,7 @@ def _find_collector_url(data: Path, pid: int) -> str | None:
 
 
 def _find_dashboard_url(log: Path) -> str | None:
+    """Return the one-click URL in the dashboard's log; None before it is printed."""
     match = re.search(r"http://\S+[?&]token=\S+", log.read_text(errors="replace"))
     return match.group(0) if match else None
 
