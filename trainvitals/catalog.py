@@ -26,6 +26,7 @@ ROW_COLUMNS: tuple[Column, ...] = (
 )
 """First columns of every stream."""
 
+
 MAX_GROUPS = 128
 """Parameter groups whose learning rates have a column: a row's width is bounded."""
 
@@ -48,6 +49,7 @@ LAYERS_SCHEMA = Schema(
 
 SCALARS_SCHEMA = Schema("scalars", (*ROW_COLUMNS, Column("name", "i8"), Column("value", "f8")))
 """The sparse stream of ``Monitor.observe`` and ``Monitor.evaluate``."""
+
 
 TURN_METRICS = ("loss", "grad_norm", "loss_limit", "grad_norm_limit", "skipped")
 """If a step updated one of several optimizers, its own values are the scalars ``METRIC/NAME``;

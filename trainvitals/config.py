@@ -109,6 +109,8 @@ def _as_path(kind: type, value: object) -> object:
     raise TypeError  # msgspec makes it a ValidationError
 
 
+# ------------------------------------------------------------------------------ from outside
+
 _RESERVED = ("DIR", "MODE", "SHM", "NODE", "AGENT", "COLLECTOR_URL", "TOKEN_FILE", "RUN_ID")
 RESERVED_VARIABLES = frozenset(f"VITALS_{name}" for name in (*_RESERVED, "NAME", "PROJECT"))
 """Reserved variables; a section's key with the same name may still use them."""
@@ -117,6 +119,7 @@ _WORDS_OF_FLAGS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
     **dict.fromkeys(("0", "false", "no", "off"), False),
 }
+
 
 Sections = Mapping[str, type[Settings]]
 
@@ -268,6 +271,9 @@ def _parse_setting_text(text: str, info: inspect.Type) -> object:
         except ValueError:
             return text
     return text
+
+
+# ---------------------------------------------------------------------------------- descriptions
 
 
 def _describe_expected(value: object, info: inspect.Type) -> str:

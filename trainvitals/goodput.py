@@ -202,6 +202,9 @@ def goodput(
     return _sum_buckets(line, steps, taken, hung, usual)
 
 
+# ------------------------------------------------------------------------------------ the timeline
+
+
 class _Timeline(NamedTuple):
     """Ends of steps; non-decreasing, although clocks may be set, and those of nodes differ."""
 
@@ -295,6 +298,9 @@ def _to_nanoseconds(seconds: Floats) -> Ints:
     return np.rint(_fill_missing_seconds(seconds) * 1e9).astype(np.int64)
 
 
+# ----------------------------------------------------------------------------------- handing it out
+
+
 class _StepIntervals:
     """Rest of each step's interval, and the part of each bucket."""
 
@@ -363,6 +369,9 @@ def _assign_buckets(
     taken.assign("compile", np.where(compiled, taken.left - own_usual, 0))
     taken.assign_rest("productive")
     taken.mark_rolled_back(steps.is_undone)
+
+
+# ------------------------------------------------------------------------------------- adding it up
 
 
 class _BucketSums:

@@ -57,6 +57,7 @@ EXPECTED_STEPS = 200
 MAX_STATES = 128
 """Detector states kept for a log that goes back; every second one is deleted at this number."""
 
+
 MAX_OVERFLOWS, MAX_FIRST_OVERFLOWS = 5, 40
 """Most overflows in a row of a loss scaler: later, and at the start while it finds its scale."""
 
@@ -378,6 +379,8 @@ class _LogReplay:
         new = tuple(finding for finding in watched if finding.cause not in causes)
         return judgement._replace(findings=judgement.findings + new)
 
+    # ------------------------------------------------------------------------- checkpoints
+
     def _add_initial_checkpoint(self) -> None:
         first = self._clock_at_index(0)
         oldest = max(0, first - self._config.ladder.margin)
@@ -396,6 +399,8 @@ class _LogReplay:
             self._states.append((self._log[index].step, self._judge.detector_state()))
             if len(self._states) > MAX_STATES:
                 del self._states[1::2]
+
+    # ------------------------------------------------------------------------ other branches
 
     def _follow_rollback(self, target: int) -> None:
         """Report the rollback to the judge; states after the target belong to a discarded one."""
@@ -425,6 +430,8 @@ class _LogReplay:
         judge_state = self._judge.state_dict()
         self._judge = Judge(self._config, mode)
         self._judge.load_state_dict(judge_state)
+
+    # ----------------------------------------------------------------------- records as steps
 
     def _judgement_as_logged(self, judgement: Judgement) -> Judgement:
         """Return the judgement with the log's steps instead of record numbers."""

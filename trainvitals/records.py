@@ -27,6 +27,7 @@ SEVERITY_WORDS: dict[Severity, str] = {"page": "Page", "notify": "Notice", "log"
 ActionName = Literal["continue", "skip_step", "rollback", "halt", "accept_level", "restart"]
 """``restart`` is the node's agent's: it ends a job that hangs, and its launcher starts it again."""
 
+
 BAD_LOSS, BAD_GRADIENTS, LOSS_OUTLIER, NORM_OUTLIER, OVERFLOW, RANK_FAILED = 1, 2, 4, 8, 16, 32
 WITHHELD, CLIPS, NONFINITE_STATE, SNAPSHOT_MISSED, COMMANDED = 64, 128, 256, 512, 1024
 REPLICAS_DIFFER, SETTINGS_DIFFER, REPLAYED_ALIKE, RATE_DECLARED = 2048, 4096, 8192, 16384
@@ -205,6 +206,7 @@ COMMAND_CODES: dict[str, int] = {
     "stacks": 13,
 }  # fmt: skip
 
+
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """Range of signatures and databases: a larger value is refused when it is decoded."""
 
@@ -270,6 +272,7 @@ class CommandAck(msgspec.Struct, frozen=True, kw_only=True):
 Phase = Literal["data", "forward_backward", "exchange", "checkpoint", "evaluate", "other"]
 """Activity of the training thread. ``data`` is known in a loop over ``monitor.batches``; elsewhere
 the wait for a batch counts as ``forward_backward``."""
+
 
 OnHang = Literal["alert", "restart"]
 """``restart`` also ends a job that hangs, so that its launcher starts it again."""

@@ -193,6 +193,8 @@ def _redact_pair_match(match: re.Match[str]) -> str:
     return f"{name}{between}{quote}{REDACTED}{quote}"
 
 
+# ----------------------------------------------------------------------------- inside containers
+
 _MAX_DEPTH = 8
 _MAX_ITEMS = 1_000
 _MAX_TEXT = 8_192

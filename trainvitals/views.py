@@ -39,6 +39,7 @@ Branch = Literal["lineage", "discarded", "all"]
 """``lineage``: the stitched curve of the current attempt and its ancestors up to their forks;
 ``discarded``: discarded rows; ``all``: both."""
 
+
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63) + 1, le=2**63 - 1)]
 """Operators for steps in a database query."""
 
@@ -477,6 +478,7 @@ class AlertsQuestion(Question[tuple[AlertView, ...]], frozen=True, kw_only=True)
 
 CommandStatus = Literal["pending", "delivered", "done", "refused", "expired", "invalid"]
 """What can become of a command."""
+
 
 _MAX_AHEAD_US = 3_600 * 1_000_000
 MAX_TTL_SECONDS = 3_600.0

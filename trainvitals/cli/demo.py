@@ -122,6 +122,9 @@ def _matches_expected(want: Expected, decision: Decision) -> bool:
     return expected == (decision.action, decision.rule, decision.rank, decision.step)
 
 
+# ----------------------------------------------------------------------------------- the training
+
+
 _LEDGER_SECONDS = 30.0
 
 
@@ -299,6 +302,8 @@ class _Demo:
         near = against is not None and abs(against) <= LOSS_TOLERANCE
         return near and not extra and all(m.decision for m in matches)
 
+    # ------------------------------------------------------------------------------ training
+
     def _train(self, arm: Arm) -> DemoResult:
         """Train one arm under torchrun, and show its progress.
 
@@ -359,6 +364,8 @@ class _Demo:
         run = max(arm_runs, key=lambda r: r.started_unix_ns)
         loss = "" if run.loss is None else f"loss {run.loss:.3f}"
         return run.last_step + 1, f"{loss}  skips {run.num_skips}  rollbacks {run.num_rollbacks}"
+
+    # ------------------------------------------------------------------------------- reading
 
     def _open_client(self) -> CollectorClient:
         """Return a client of the demo's collector."""

@@ -31,6 +31,7 @@ MIN_SHARED_BYTES = 64 << 20
 """Minimum free shared memory without a note: Docker's default is 64 MB in total, and DataLoader
 workers need most of it."""
 
+
 MIN_DISK_BYTES = 16 << 20
 """Below this free space for run directories, the disk counts as full."""
 

@@ -12,7 +12,8 @@ import typer
 from trainvitals.cli.output import Format
 
 Run = Annotated[
-    str, typer.Argument(help="Run id or its beginning, name, or folder [default: the latest run].")
+    str,
+    typer.Argument(help="Run id or its beginning, name, or folder [default: the latest run]."),
 ]
 LocalRun = Annotated[
     str,

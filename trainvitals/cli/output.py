@@ -85,7 +85,11 @@ def write_rows(
 
 
 def write_table(
-    header: Sequence[str], rows: Sequence[Sequence[object]], form: Format, *, body: object = None
+    header: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    form: Format,
+    *,
+    body: object = None,
 ) -> None:
     """Write rows to stdout in any format; ``body`` is the JSON instead of an object per row."""
     if form is Format.JSON:

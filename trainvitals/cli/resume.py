@@ -54,7 +54,10 @@ def find_halted(run: str, vitals_dir: Path) -> RunDir:
     if not halted:
         raise UsageError(f"none of the {len(fitting)} matching runs is halted")
     ids = ", ".join(run_dir.run_id for run_dir in halted[:3])
-    raise UsageError(f"{len(halted)} runs match and are halted: {ids}", hint="give the id of one")
+    raise UsageError(
+        f"{len(halted)} runs match and are halted: {ids}",
+        hint="give the id of one",
+    )
 
 
 def find_matching_runs(run: str, vitals_dir: Path) -> list[RunDir]:

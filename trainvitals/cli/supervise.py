@@ -17,7 +17,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Self, TypeVar
 
-from trainvitals.errors import MissingDependencyError, StorageError, TransportError, UsageError
+from trainvitals.errors import (
+    MissingDependencyError,
+    StorageError,
+    TransportError,
+    UsageError,
+)
 from trainvitals.io.client import (
     COLLECTOR_FILE,
     collector_on,
@@ -96,6 +101,8 @@ class ProgramStack:
             environ["VITALS_COLLECTOR_URL"] = str(self.data)
             environ["VITALS_TOKEN_FILE"] = str(self.token_file)
         return environ
+
+    # ---------------------------------------------------------------------------- starting
 
     def start_collector(self) -> str:
         """Start the collector and return its URL, once it responds."""
@@ -206,6 +213,8 @@ class ProgramStack:
         new, self._num_codes = lines[self._num_codes :], len(lines)
         return new
 
+    # ---------------------------------------------------------------------------- stopping
+
     def stop(self) -> None:
         """Stop everything in reverse order: the agent drains before its collector stops."""
         for child in sorted(self._children, key=lambda c: _STOP_ORDER.index(c.name)):
@@ -257,7 +266,11 @@ def start_command(
     """Run a command in the background with its output in ``log``; stop it on early exit."""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=dict(environ)
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=dict(environ),
         )
     try:
         yield ChildProgram("training", process, log)

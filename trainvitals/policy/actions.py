@@ -76,6 +76,9 @@ class Rollback(NamedTuple):
     command_number: int = 0
 
 
+# ------------------------------------------------------------------------------------- log entries
+
+
 def log_decision(
     state: PolicyState, context: DecisionContext, finding: Finding | None, **fields: Any
 ) -> PolicyResult:
@@ -127,6 +130,9 @@ def evidence_of(record: StepRecord, state: PolicyState) -> dict[str, float]:
     return evidence
 
 
+# ------------------------------------------------------------------------------------- actions
+
+
 def log_skip(
     state: PolicyState, context: DecisionContext, finding: Finding | None, *, reason: str, rule: str
 ) -> PolicyResult:
@@ -161,7 +167,9 @@ def roll_back(state: PolicyState, context: DecisionContext, rollback: Rollback) 
     after = replace(
         state,
         facts=replace(
-            facts, num_rollbacks=facts.num_rollbacks + 1, waiting=None if acted else facts.waiting
+            facts,
+            num_rollbacks=facts.num_rollbacks + 1,
+            waiting=None if acted else facts.waiting,
         ),
         row=(),
         nonfinite=0,
@@ -206,6 +214,9 @@ def roll_back_as_planned(
     reason = rollback.reason + text
     rollback = rollback._replace(facts=facts, reason=reason, skip_batches=num_batches)
     return roll_back(state, context, rollback)
+
+
+# ------------------------------------------------------------------------------------- budgets
 
 
 MAX_SKIPPED_WINDOWS = 100
@@ -283,6 +294,9 @@ def prepare_rollback(
 def _leave_out_margin(config: PolicyConfig, tries: int) -> int:
     """Return the number of batches that a rollback leaves out on each side."""
     return min(config.leave_out_margin << min(tries - 1, 20), config.max_leave_out_margin)
+
+
+# ------------------------------------------------------------------------------------- targets
 
 
 def newest_healthy(checkpoints: Sequence[CheckpointRef]) -> CheckpointRef | None:

@@ -150,6 +150,9 @@ def describe_verdict(event: StateRead) -> str:
     return _MEANINGS_OF_STATE.get((event.trigger, event.verdict), _MEANINGS[event.verdict])
 
 
+# ------------------------------------------------------------------------------------- the probe
+
+
 _ABSURD = 1e5
 """Multiple of the run's first losses above which a reading can only mean a damaged state."""
 _FRESH_STEPS = 8

@@ -421,6 +421,9 @@ def _compute_lr_cut(facts: DurablePolicyState, step: int) -> float:
     return facts.lr_factor + (1.0 - facts.lr_factor) * part
 
 
+# ------------------------------------------------------------------------------------ withholding
+
+
 MAX_RECENT = 128
 MAX_BLAMED = 100
 _GROUP_STEPS = 10

@@ -4,4 +4,12 @@ from trainvitals.testing.clock import ManualClock
 from trainvitals.testing.faults import Fault, FaultPlan
 from trainvitals.testing.series import decisions, judgements, replay, series
 
-__all__ = ["Fault", "FaultPlan", "ManualClock", "decisions", "judgements", "replay", "series"]
+__all__ = [
+    "Fault",
+    "FaultPlan",
+    "ManualClock",
+    "decisions",
+    "judgements",
+    "replay",
+    "series",
+]
