@@ -50,10 +50,6 @@ class VitalsError(Exception):
 
     code = "V000"
 
-    def __init_subclass__(cls, *, code: str = "") -> None:
-        super().__init_subclass__()
-        cls.code = code or cls.code
-
     def __init__(self, text: str, *, hint: str = "", code: str = "") -> None:
         super().__init__(text)
         self.text = text
@@ -66,59 +62,84 @@ class VitalsError(Exception):
         return f"{body}\n\nhint: {self.hint}" if self.hint else body
 
 
-class UsageError(VitalsError, code="V100"):
+class UsageError(VitalsError):
     """The call or command cannot be carried out as given."""
 
+    code = "V100"
 
-class ConfigError(UsageError, code="V110"):
+
+class ConfigError(UsageError):
     """A setting has a wrong name, type or value."""
 
+    code = "V110"
 
-class MissingDependencyError(UsageError, code="V120"):
+
+class MissingDependencyError(UsageError):
     """An optional package is required but not installed."""
 
+    code = "V120"
 
-class FormatError(VitalsError, code="V200"):
+
+class FormatError(VitalsError):
     """Data is damaged or not in the expected format."""
 
+    code = "V200"
 
-class NewerVersionError(FormatError, code="V210"):
+
+class NewerVersionError(FormatError):
     """The data was written by a newer version of Vitals."""
 
+    code = "V210"
 
-class DamagedBatchError(FormatError, code="V230"):
+
+class DamagedBatchError(FormatError):
     """A batch was damaged in transit or on disk; it is sent again."""
 
+    code = "V230"
 
-class ForeignBatchError(FormatError, code="V240"):
+
+class ForeignBatchError(FormatError):
     """A batch belongs to a run or a start that its token may not write to."""
 
+    code = "V240"
 
-class WriterKeyError(ForeignBatchError, code="V241"):
+
+class WriterKeyError(ForeignBatchError):
     """A batch has another writer key than the first batch of its writer."""
 
+    code = "V241"
 
-class CheckpointCorruptError(FormatError, code="V220"):
+
+class CheckpointCorruptError(FormatError):
     """A checkpoint's bytes do not match its manifest."""
 
+    code = "V220"
 
-class StorageError(VitalsError, code="V300"):
+
+class StorageError(VitalsError):
     """A file, directory or database cannot be used."""
 
+    code = "V300"
 
-class InsecurePathError(StorageError, code="V310"):
+
+class InsecurePathError(StorageError):
     """A private path has the wrong owner or permissions, or is a symbolic link."""
 
+    code = "V310"
 
-class TransportError(VitalsError, code="V400"):
+
+class TransportError(VitalsError):
     """The collector or another server did not respond, or rejected the request."""
 
+    code = "V400"
     retry_after_seconds = 0.0
     """Seconds after which the server asked to retry."""
 
 
-class NotOwnerError(TransportError, code="V420"):
+class NotOwnerError(TransportError):
     """Another collector owns the run. With several collectors, each run has one owner."""
+
+    code = "V420"
 
     def __init__(self, text: str, *, hint: str = "", code: str = "", owner: str = "") -> None:
         super().__init__(text, hint=hint, code=code)
@@ -126,17 +147,25 @@ class NotOwnerError(TransportError, code="V420"):
         """URL of the owner; "" if unknown."""
 
 
-class UnauthorizedError(TransportError, code="V410"):
+class UnauthorizedError(TransportError):
     """The token is missing or invalid."""
 
+    code = "V410"
 
-class ServerIdentityError(TransportError, code="V430"):
+
+class ServerIdentityError(TransportError):
     """The server did not prove that it is the collector, or acknowledged rows it never received."""
 
+    code = "V430"
 
-class CheckpointError(VitalsError, code="V500"):
+
+class CheckpointError(VitalsError):
     """A checkpoint cannot be saved, verified or restored."""
 
+    code = "V500"
 
-class TrainingHalted(VitalsError, code="V600"):  # noqa: N818 - a way to end a run, not a fault
+
+class TrainingHalted(VitalsError):  # noqa: N818 - a way to end a run, not a fault
     """Vitals halted the run: the rollback budget is used up, or a manual command asked for it."""
+
+    code = "V600"
