@@ -8,7 +8,6 @@ steps; conditions (a lost run) resolve when the condition ends.
 import enum
 import hashlib
 import json
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -81,308 +80,538 @@ class AlertSpec:
     """When it resolves, as the end of a sentence; a condition has its own text."""
 
 
-_ALERT_TABLE = """
-TrainingHalted: page
-    The run no longer made healthy progress, or an operator halted it.
-    did: halted the run.
-    to do: Read `vitals postmortem RUN`, fix the cause, then run `vitals resume RUN` and start the
-        job again.
-    ends: the run is resumed.
-RunLost: page
-    A running job stopped reporting without a clean exit.
-    did: cannot act on a job that does not report.
-    to do: Check its nodes and its log, then restart the job. If it ended while no collector was
-        running, `vitals agent --dir DIR` on its node sends the remaining rows.
-    ends: the run reports again.
-NodeLost: page
-    A node of a running job does not report, neither its agent nor its ranks. The other ranks cannot
-        finish a step without it.
-    did: cannot act on a node that does not report.
-    to do: Check the node, then restart the job.
-    ends: the node reports again, the job is restarted, or the run has ended.
-RankLost: page
-    A rank's process ended without a clean exit while the job continues; the others wait for it.
-    did: cannot act on a process that has ended.
-    to do: Check the rank's log and its node, then restart the job.
-    ends: the rank reports again, the job is restarted, or the run has ended.
-AgentLost: notify
-    A node does not report while the run continues with its ranks: training is fine, but its agent
-        or its network is not. The journal keeps rows up to its size limit.
-    to do: Restart the agent, or fix the node's network.
-    ends: the node reports again, the job is restarted, or the run has ended.
-StreamStopped: page
-    Rows of one stream are not stored: the collector refuses them, the agent serves another node
-        than the ranks', or another writer used that stream, by mistake or with a stolen token.
-        Curves and detectors lack these rows.
-    did: stopped sending that stream; its rows stay in the node's spool.
-    to do: Read its message. V241: restore `writer.key` in the agent's directory, or restart the
-        job, because each start has new streams. If another writer used the stream, replace the
-        ingest token (`vitals token create`), and restart the job.
-ReceiverFailing: page
-    An alert has waited for a receiver for 5 minutes, or the receiver refused 10 deliveries in a
-        row.
-    did: keeps trying, and alerts all other receivers.
-    to do: Check its URL and its token; `vitals alerts test` shows its response.
-    ends: the receiver accepted all pending alerts, or is no longer configured.
-RollbackBudgetLow: page
-    The rollback budget is used up: the next incident halts the run.
-    did: rolled back; the budget allows no further rollback.
-    to do: Find the cause before the next incident: `vitals postmortem RUN`.
-StateDamaged: page
-    The loss on earlier batches is far higher than it was, so the weights are damaged, and Vitals
-        did not roll back (mode `guard`, or no checkpoint).
-    did: did not roll back; training continues with the damaged weights.
-    to do: Restart from a checkpoint before the onset (`vitals checkpoints list RUN`); if the run is
-        healthy, `vitals command RUN accept STEP`.
-Unguarded: page
-    10 or more steps could not be measured, so the guard is not in force: a NaN would reach the
-        weights.
-    did: applied these updates unchecked; training continues.
-    to do: Read the error in the event `unguarded` or in the training's log, and fix its cause or
-        report it; `vitals why RUN STEP` shows a step.
-ZeroGradient: notify
-    All gradients were exactly 0 for 5 steps in a row (50 if the loss was 0 as well, or is not
-        minimized), so the run trains nothing.
-    to do: Look for frozen parameters, a detached loss, dead activations, or half-precision
-        gradients too small without a `GradScaler`.
-NonFiniteState: page
-    Optimizer state, buffers or unused parameters are NaN or infinite while the loss is finite, and
-        Vitals did not roll back (mode `guard`, or a rollback did not fix it). In mode `heal` no
-        snapshot or checkpoint is made while a trained tensor is non-finite. The event
-        `nonfinite_state` names the tensors.
-    did: did not roll back; training continues.
-    to do: Restart from a checkpoint. If the model itself sets a buffer to Inf, ignore it: snapshots
-        continue.
-ReplicaCorrupted: page
-    Parameters, optimizer state or averages that must be equal on several ranks are not, and Vitals
-        did not roll back (mode `guard` or `observe`, no budget left, or the same difference
-        recurred bit for bit). The finding names the rank, node, GPU and tensor.
-    did: did not roll back; training continues, and no snapshot or checkpoint is made.
-    to do: Restart from an earlier checkpoint, without the named node. `vitals why RUN STEP` shows
-        the elements, and `vitals doctor --burn-in 60` tests that node. If the loop writes
-        parameters on one rank only, fix the loop.
-ReductionWrong: page
-    The averaged gradients of a rank, or of all, are not the sum of what the ranks put in
-        (`SignalSettings(reduction=True)`): a link, a network card or the reduction is faulty.
-    to do: Check the error counters of the named rank's link, and test its node with `vitals doctor
-        --burn-in 60`. If the loss has changed, restart from an earlier checkpoint.
-SettingsDiffer: page
-    Ranks that train one model have different settings: a learning rate, a weight decay, a
-        `max_norm` or a sampler's seed. Their parameters drift apart, or samples repeat.
-    to do: `vitals why RUN STEP` names the rank and the setting. Make it equal on all ranks and
-        restart from an earlier checkpoint.
-NonFiniteStreak: page
-    32 losses in a row were NaN or infinite while the weights are healthy: the run makes no
-        progress.
-    did: skips every update.
-    to do: Check the data, and the loss function for a division or a logarithm of zero.
-ProgressLost: page
-    For 100 steps the loss has been above 90% of its earlier improvement.
-    to do: Restart from an older checkpoint; if this is intended, `vitals command RUN accept STEP`.
-LearningRateHeld: page
-    A learning-rate jump damaged the model. The earlier rate holds until the schedule asks for less
-        than 3 times that.
-    did: rolled back, and holds the earlier learning rate.
-    to do: Fix the schedule, or announce the jump with `monitor.expect(...)`.
-TrainingRolledBack: notify
-    The training state was damaged.
-    did: rolled back to a healthy state; training continues.
-    to do: No action needed; `vitals postmortem RUN` has the cause.
-LevelShiftAccepted: notify
-    An operator accepted a level of the loss or of the gradient norm.
-    did: accepted the new level as normal.
-    to do: No action needed.
-SnapshotMissed: notify
-    A snapshot in memory could not be taken, so a rollback would go further back.
-    to do: The event `snapshot_missed` has the reason, usually too little memory: free it.
-ApprovalNeeded: page
-    A rollback needs approval, because the setting `[ladder] ask` lists it.
-    did: waits for approval before it rolls back; after `ask_steps` it applies `ask_default`.
-    to do: Run `vitals command RUN approve` or `vitals command RUN veto`, or use the Decisions page.
-TroubleObserved: notify
-    Vitals would have rolled back or halted, but its mode is `observe`.
-    to do: Read `vitals why RUN STEP`; to let Vitals act, restart the run in mode `heal`.
-RunFailed: notify
-    The training program ended with an error.
-    did: recorded how the job ended.
-    to do: Read its traceback, then restart it.
-    ends: the run is resumed.
-RunOverCap: notify
-    A run exceeds its disk cap, and none of the remaining rows may be rolled up.
-    did: rolled up all rows that its settings allow.
-    to do: Raise the cap (`vitals collector --cap-gb`), or delete an ended run (`vitals store
-        delete`).
-    ends: the run is below its cap.
-StepSkipped: log
-    One update would have harmed the model.
-    did: skipped the update.
-    to do: No action needed.
-LossDiverged: notify
-    The loss rose and stays above its lowest level.
-    to do: Check the learning rate and the data; if it is intended, `vitals command RUN accept
-        STEP`.
-LossPlateau: notify
-    The loss never fell, is stuck since a restart, or rose and did not recover.
-    to do: Check learning rate and data, or restart from an older checkpoint.
-LossCollapsed: notify
-    The loss fell to zero, or far below its usual values. If these were below a tenth of the first
-        losses, it is only logged.
-    to do: Check for label leakage, empty batches or a masked loss.
-GradientExplosion: notify
-    The gradient norm rose over several steps, to 8 times its median or more; a loss spike often
-        follows. A smaller rise is only logged.
-    to do: Watch the loss; lower the learning rate if it rises.
-LearningRateAnomaly: notify
-    The learning rate changed in a way that no usual schedule does.
-    to do: Check the scheduler and how it is resumed. If it is intended, use watch(schedule=...).
-WeightNormMoved: notify
-    The norm of all weights grows or shrinks much faster than it did before.
-    to do: Check the weight decay of every parameter group, and what else writes to the weights.
-        `vitals show RUN --metric steps.weight_norm` shows when it began.
-PolicyCollapsed: notify
-    The policy became nearly deterministic, and its reward did not rise, was lost, or its
-        completions no longer end.
-    to do: Go back to a checkpoint before the entropy fell. Lower the learning rate or raise beta;
-        check that the reward has a signal that no fixed text satisfies.
-RewardDead: notify
-    In nearly all groups the completions have equal rewards, so there is no gradient. The reward was
-        lost, or no group ever had a gradient.
-    to do: Read some completions with their rewards. Check the reward's parser; filter prompts that
-        always or never succeed; raise the temperature or the completions per prompt.
-PolicyDiverged: notify
-    The policy moves away from its reference, and the reward does not rise or was lost.
-    to do: Raise beta or lower the learning rate, and continue from the checkpoint with the best
-        reward.
-CompletionsCut: notify
-    Nearly all completions are cut at the length limit, and the reward does not rise or was lost.
-    to do: Read some completions. Check the end-of-sequence token of the chat template and the
-        length limit; penalize or mask cut completions.
-RewardHacked: notify
-    The training reward is at its best while a held-out reward was lost.
-    to do: Read the completions with the highest rewards, close the gap of the reward, and continue
-        from the checkpoint with the best held-out reward.
-PolicyUpdateTooLarge: notify
-    The updates of a batch move the policy too far from the one that sampled it.
-    to do: Lower the learning rate or the number of updates per batch; use fresher samples.
-SamplerDiffers: notify
-    The sampler's log-probabilities differ from the trainer's: the samples are not from the policy
-        that is trained.
-    to do: Check that new weights reach the sampler, and that precision, quantization, temperature
-        and chat template are the same in both.
-ChosenImprobable: notify
-    In preference training the chosen completions become improbable, like the rejected ones.
-    to do: Lower the learning rate, raise beta, or add an SFT term to the loss.
-PreferenceLeaked: notify
-    Nearly all preference pairs are ranked correctly from the start: they differ in something
-        trivial.
-    to do: Compare some pairs as tokens: template, length, marks, and whether the model was trained
-        on them.
-LossScaleCollapsed: notify
-    The gradient scaler found no scale without overflow, so updates are skipped.
-    to do: Train in bf16; otherwise look for an overflow in the model.
-LossScaleOverflows: log
-    The gradient scaler overflows too often, so many updates are skipped.
-    to do: Consider bf16.
-ThroughputFell: notify
-    Training is slower than it was (not counting evaluations and checkpoints).
-    to do: Look for a slow rank, a slow loader or throttled GPUs: `vitals show RUN`.
-DataBound: notify
-    Steps wait for batches: the data loader is too slow.
-    to do: Give the loader more workers, or faster storage.
-StragglerRank: notify
-    All ranks wait for one slow rank.
-    to do: The message names the slow part: data, loop, GPU clocks or link. Fix that one.
-MemoryCreep: notify
-    Device memory rises steadily and will run out.
-    to do: Look for tensors that the loop keeps, such as losses in a list.
-TrainingStalled: page
-    No step has finished for far too long, but the job is alive. A collective may hang.
-    did: took no action; the job still waits.
-    to do: `vitals stacks RUN` shows the stack of each rank; then restart the job.
-    ends: a step finishes, or the run has ended.
-RankHung: page
-    All ranks wait for one that is stopped, dead or blocked, or that has been computing for far
-        longer than the others ever had to wait before.
-    did: took no action; the job still waits.
-    to do: `vitals why RUN STEP` shows the stacks of its node's ranks; then restart the job. With
-        `on_hang="restart"` wait for one minute: Vitals ends most hung jobs itself, and
-        `HungJobEnded` follows.
-HungJobEnded: notify
-    A job hung, and the page `RankHung` was not resolved for one minute.
-    did: ended the job, because `on_hang` is `restart`; its launcher starts it again.
-    to do: Check that it trains again: `vitals tail RUN`. `vitals why RUN STEP` names the blocking
-        rank and shows its stack; if it recurs, drain that rank's node. After three such restarts
-        per day, a hang only pages.
-CheckpointOverdue: notify
-    No checkpoint was written for twice the usual interval.
-    to do: Check the disk, and the log of rank 0 for failed saves.
-    ends: a checkpoint is written, or the run has ended.
-GpuFault: notify
-    A GPU reported a fatal Xid or an uncorrected memory error.
-    to do: Drain its node.
-GpuLost: notify
-    A GPU stopped responding; it may have fallen off the bus.
-    to do: Drain its node.
-GpuThrottled: notify
-    A GPU is throttled because of heat or power, and the others wait for it.
-    to do: Check its cooling.
-GpuErrors: log
-    A GPU reported an application Xid, or many corrected memory errors.
-    to do: Drain its node if this recurs.
-GpuPowerCapped: log
-    A GPU runs far below its usual clock because of its power limit.
-    to do: Check its power limit.
-SpikeSeen: log
-    The loss or gradient norm was far above its usual values.
-    did: decided about the update in the step's decision.
-    to do: No action needed; `vitals why RUN STEP` shows whether the update was applied.
-RankLossApart: log
-    One rank's loss keeps differing from the others'.
-    to do: Check its data and its hardware.
-LayerOutlier: log
-    One layer's gradients or updates are unusual while the others are not.
-    to do: If the loss rises, inspect this layer.
-ActivationsGrew: log
-    A module's output grew by an order of magnitude or more since warm-up.
-    to do: Watch the loss; lower the learning rate if it rises.
-ActivationsCollapsed: log
-    A module's output fell by an order of magnitude since warm-up, or nearly all of its features are
-        0 for the whole batch.
-    to do: Restart from an earlier checkpoint with a lower learning rate: dead ReLUs get no gradient
-        and rarely recover.
-UserAlert: notify
-    A rule of the settings file or `monitor.alert` in the training loop raised it. Its cause is the
-        name you gave it, and its severity the level.
-    to do: Read its message and its value; `vitals why RUN STEP` shows the other findings.
-"""
-"""Per alert its name and severity, meaning, what Vitals did, what to do, and when it resolves.
-
-By default Vitals did nothing; only a condition has its own end. A deeper line continues the one
-above it."""
-_LABELS = ("did", "to do", "ends")
-
-
-def _read_alert(entry: str) -> AlertSpec:
-    """Return one alert of the table."""
-    head, *lines = re.split(r"\n {4}(?! )", entry)
-    name, severity = head.split(": ")
-    texts = {"did": NO_ACTION, "ends": HEALTHY_AGAIN}
-    for line in lines:
-        text = " ".join(line.split())
-        label = next((label for label in _LABELS if text.startswith(f"{label}: ")), "help")
-        texts[label] = text.removeprefix(f"{label}: ")
-    return AlertSpec(
-        name=name,
-        severity=msgspec.convert(severity, Severity),
-        help=texts["help"],
-        to_do=texts["to do"],
-        point=texts["ends"] == HEALTHY_AGAIN,
-        did=texts["did"],
-        ends=texts["ends"],
-    )
-
-
-ALERTS = tuple(map(_read_alert, re.split(r"\n(?! )", _ALERT_TABLE.strip())))
+ALERTS: tuple[AlertSpec, ...] = (
+    AlertSpec(
+        name="TrainingHalted",
+        severity="page",
+        point=False,
+        did="halted the run.",
+        help="The run no longer made healthy progress, or an operator halted it.",
+        to_do="Read `vitals postmortem RUN`, fix the cause, then run `vitals resume RUN` and "
+        "start the "
+        "job again.",
+        ends="the run is resumed.",
+    ),
+    AlertSpec(
+        name="RunLost",
+        severity="page",
+        point=False,
+        did="cannot act on a job that does not report.",
+        help="A running job stopped reporting without a clean exit.",
+        to_do="Check its nodes and its log, then restart the job. If it ended while no collector "
+        "was running, `vitals agent --dir DIR` on its node sends the remaining rows.",
+        ends="the run reports again.",
+    ),
+    AlertSpec(
+        name="NodeLost",
+        severity="page",
+        point=False,
+        did="cannot act on a node that does not report.",
+        help="A node of a running job does not report, neither its agent nor its ranks. The other "
+        "ranks cannot finish a step without it.",
+        to_do="Check the node, then restart the job.",
+        ends="the node reports again, the job is restarted, or the run has ended.",
+    ),
+    AlertSpec(
+        name="RankLost",
+        severity="page",
+        point=False,
+        did="cannot act on a process that has ended.",
+        help="A rank's process ended without a clean exit while the job continues; the others "
+        "wait for it.",
+        to_do="Check the rank's log and its node, then restart the job.",
+        ends="the rank reports again, the job is restarted, or the run has ended.",
+    ),
+    AlertSpec(
+        name="AgentLost",
+        severity="notify",
+        point=False,
+        help="A node does not report while the run continues with its ranks: training is fine, but "
+        "its agent or its network is not. The journal keeps rows up to its size limit.",
+        to_do="Restart the agent, or fix the node's network.",
+        ends="the node reports again, the job is restarted, or the run has ended.",
+    ),
+    AlertSpec(
+        name="StreamStopped",
+        severity="page",
+        point=True,
+        did="stopped sending that stream; its rows stay in the node's spool.",
+        help="Rows of one stream are not stored: the collector refuses them, the agent serves "
+        "another node than the ranks', or another writer used that stream, by mistake or with a "
+        "stolen token. Curves and detectors lack these rows.",
+        to_do="Read its message. V241: restore `writer.key` in the agent's directory, or restart "
+        "the job, because each start has new streams. If another writer used the stream, replace "
+        "the ingest token (`vitals token create`), and restart the job.",
+    ),
+    AlertSpec(
+        name="ReceiverFailing",
+        severity="page",
+        point=False,
+        did="keeps trying, and alerts all other receivers.",
+        help="An alert has waited for a receiver for 5 minutes, or the receiver refused 10 "
+        "deliveries in a row.",
+        to_do="Check its URL and its token; `vitals alerts test` shows its response.",
+        ends="the receiver accepted all pending alerts, or is no longer configured.",
+    ),
+    AlertSpec(
+        name="RollbackBudgetLow",
+        severity="page",
+        point=True,
+        did="rolled back; the budget allows no further rollback.",
+        help="The rollback budget is used up: the next incident halts the run.",
+        to_do="Find the cause before the next incident: `vitals postmortem RUN`.",
+    ),
+    AlertSpec(
+        name="StateDamaged",
+        severity="page",
+        point=True,
+        did="did not roll back; training continues with the damaged weights.",
+        help="The loss on earlier batches is far higher than it was, so the weights are damaged, "
+        "and Vitals did not roll back (mode `guard`, or no checkpoint).",
+        to_do="Restart from a checkpoint before the onset (`vitals checkpoints list RUN`); if the "
+        "run is healthy, `vitals command RUN accept STEP`.",
+    ),
+    AlertSpec(
+        name="Unguarded",
+        severity="page",
+        point=True,
+        did="applied these updates unchecked; training continues.",
+        help="10 or more steps could not be measured, so the guard is not in force: a NaN would "
+        "reach the weights.",
+        to_do="Read the error in the event `unguarded` or in the training's log, and fix its cause "
+        "or report it; `vitals why RUN STEP` shows a step.",
+    ),
+    AlertSpec(
+        name="ZeroGradient",
+        severity="notify",
+        point=True,
+        help="All gradients were exactly 0 for 5 steps in a row (50 if the loss was 0 as well, or "
+        "is not minimized), so the run trains nothing.",
+        to_do="Look for frozen parameters, a detached loss, dead activations, or half-precision "
+        "gradients too small without a `GradScaler`.",
+    ),
+    AlertSpec(
+        name="NonFiniteState",
+        severity="page",
+        point=True,
+        did="did not roll back; training continues.",
+        help="Optimizer state, buffers or unused parameters are NaN or infinite while the loss is "
+        "finite, and Vitals did not roll back (mode `guard`, or a rollback did not fix it). In "
+        "mode `heal` no snapshot or checkpoint is made while a trained tensor is non-finite. The "
+        "event "
+        "`nonfinite_state` names the tensors.",
+        to_do="Restart from a checkpoint. If the model itself sets a buffer to Inf, ignore it: "
+        "snapshots continue.",
+    ),
+    AlertSpec(
+        name="ReplicaCorrupted",
+        severity="page",
+        point=True,
+        did="did not roll back; training continues, and no snapshot or checkpoint is made.",
+        help="Parameters, optimizer state or averages that must be equal on several ranks are not, "
+        "and Vitals did not roll back (mode `guard` or `observe`, no budget left, or the same "
+        "difference recurred bit for bit). The finding names the rank, node, GPU and tensor.",
+        to_do="Restart from an earlier checkpoint, without the named node. `vitals why RUN STEP` "
+        "shows the elements, and `vitals doctor --burn-in 60` tests that node. If the loop writes "
+        "parameters on one rank only, fix the loop.",
+    ),
+    AlertSpec(
+        name="ReductionWrong",
+        severity="page",
+        point=True,
+        help="The averaged gradients of a rank, or of all, are not the sum of what the ranks put "
+        "in (`SignalSettings(reduction=True)`): a link, a network card or the reduction is faulty.",
+        to_do="Check the error counters of the named rank's link, and test its node with `vitals "
+        "doctor --burn-in 60`. If the loss has changed, restart from an earlier checkpoint.",
+    ),
+    AlertSpec(
+        name="SettingsDiffer",
+        severity="page",
+        point=True,
+        help="Ranks that train one model have different settings: a learning rate, a weight "
+        "decay, a "
+        "`max_norm` or a sampler's seed. Their parameters drift apart, or samples repeat.",
+        to_do="`vitals why RUN STEP` names the rank and the setting. Make it equal on all ranks "
+        "and "
+        "restart from an earlier checkpoint.",
+    ),
+    AlertSpec(
+        name="NonFiniteStreak",
+        severity="page",
+        point=True,
+        did="skips every update.",
+        help="32 losses in a row were NaN or infinite while the weights are healthy: the run makes "
+        "no progress.",
+        to_do="Check the data, and the loss function for a division or a logarithm of zero.",
+    ),
+    AlertSpec(
+        name="ProgressLost",
+        severity="page",
+        point=True,
+        help="For 100 steps the loss has been above 90% of its earlier improvement.",
+        to_do="Restart from an older checkpoint; if this is intended, `vitals command RUN accept "
+        "STEP`.",
+    ),
+    AlertSpec(
+        name="LearningRateHeld",
+        severity="page",
+        point=True,
+        did="rolled back, and holds the earlier learning rate.",
+        help="A learning-rate jump damaged the model. The earlier rate holds until the schedule "
+        "asks for less than 3 times that.",
+        to_do="Fix the schedule, or announce the jump with `monitor.expect(...)`.",
+    ),
+    AlertSpec(
+        name="TrainingRolledBack",
+        severity="notify",
+        point=True,
+        did="rolled back to a healthy state; training continues.",
+        help="The training state was damaged.",
+        to_do="No action needed; `vitals postmortem RUN` has the cause.",
+    ),
+    AlertSpec(
+        name="LevelShiftAccepted",
+        severity="notify",
+        point=True,
+        did="accepted the new level as normal.",
+        help="An operator accepted a level of the loss or of the gradient norm.",
+        to_do="No action needed.",
+    ),
+    AlertSpec(
+        name="SnapshotMissed",
+        severity="notify",
+        point=True,
+        help="A snapshot in memory could not be taken, so a rollback would go further back.",
+        to_do="The event `snapshot_missed` has the reason, usually too little memory: free it.",
+    ),
+    AlertSpec(
+        name="ApprovalNeeded",
+        severity="page",
+        point=True,
+        did="waits for approval before it rolls back; after `ask_steps` it applies `ask_default`.",
+        help="A rollback needs approval, because the setting `[ladder] ask` lists it.",
+        to_do="Run `vitals command RUN approve` or `vitals command RUN veto`, or use the "
+        "Decisions page.",
+    ),
+    AlertSpec(
+        name="TroubleObserved",
+        severity="notify",
+        point=True,
+        help="Vitals would have rolled back or halted, but its mode is `observe`.",
+        to_do="Read `vitals why RUN STEP`; to let Vitals act, restart the run in mode `heal`.",
+    ),
+    AlertSpec(
+        name="RunFailed",
+        severity="notify",
+        point=False,
+        did="recorded how the job ended.",
+        help="The training program ended with an error.",
+        to_do="Read its traceback, then restart it.",
+        ends="the run is resumed.",
+    ),
+    AlertSpec(
+        name="RunOverCap",
+        severity="notify",
+        point=False,
+        did="rolled up all rows that its settings allow.",
+        help="A run exceeds its disk cap, and none of the remaining rows may be rolled up.",
+        to_do="Raise the cap (`vitals collector --cap-gb`), or delete an ended run (`vitals store "
+        "delete`).",
+        ends="the run is below its cap.",
+    ),
+    AlertSpec(
+        name="StepSkipped",
+        severity="log",
+        point=True,
+        did="skipped the update.",
+        help="One update would have harmed the model.",
+        to_do="No action needed.",
+    ),
+    AlertSpec(
+        name="LossDiverged",
+        severity="notify",
+        point=True,
+        help="The loss rose and stays above its lowest level.",
+        to_do="Check the learning rate and the data; if it is intended, `vitals command RUN "
+        "accept STEP`.",
+    ),
+    AlertSpec(
+        name="LossPlateau",
+        severity="notify",
+        point=True,
+        help="The loss never fell, is stuck since a restart, or rose and did not recover.",
+        to_do="Check learning rate and data, or restart from an older checkpoint.",
+    ),
+    AlertSpec(
+        name="LossCollapsed",
+        severity="notify",
+        point=True,
+        help="The loss fell to zero, or far below its usual values. If these were below a tenth of "
+        "the first losses, it is only logged.",
+        to_do="Check for label leakage, empty batches or a masked loss.",
+    ),
+    AlertSpec(
+        name="GradientExplosion",
+        severity="notify",
+        point=True,
+        help="The gradient norm rose over several steps, to 8 times its median or more; a loss "
+        "spike often follows. A smaller rise is only logged.",
+        to_do="Watch the loss; lower the learning rate if it rises.",
+    ),
+    AlertSpec(
+        name="LearningRateAnomaly",
+        severity="notify",
+        point=True,
+        help="The learning rate changed in a way that no usual schedule does.",
+        to_do="Check the scheduler and how it is resumed. If it is intended, use "
+        "watch(schedule=...).",
+    ),
+    AlertSpec(
+        name="WeightNormMoved",
+        severity="notify",
+        point=True,
+        help="The norm of all weights grows or shrinks much faster than it did before.",
+        to_do="Check the weight decay of every parameter group, and what else writes to the "
+        "weights. `vitals show RUN --metric steps.weight_norm` shows when it began.",
+    ),
+    AlertSpec(
+        name="PolicyCollapsed",
+        severity="notify",
+        point=True,
+        help="The policy became nearly deterministic, and its reward did not rise, was lost, or "
+        "its completions no longer end.",
+        to_do="Go back to a checkpoint before the entropy fell. Lower the learning rate or raise "
+        "beta; check that the reward has a signal that no fixed text satisfies.",
+    ),
+    AlertSpec(
+        name="RewardDead",
+        severity="notify",
+        point=True,
+        help="In nearly all groups the completions have equal rewards, so there is no gradient. "
+        "The reward was lost, or no group ever had a gradient.",
+        to_do="Read some completions with their rewards. Check the reward's parser; filter prompts "
+        "that always or never succeed; raise the temperature or the completions per prompt.",
+    ),
+    AlertSpec(
+        name="PolicyDiverged",
+        severity="notify",
+        point=True,
+        help="The policy moves away from its reference, and the reward does not rise or was lost.",
+        to_do="Raise beta or lower the learning rate, and continue from the checkpoint with the "
+        "best reward.",
+    ),
+    AlertSpec(
+        name="CompletionsCut",
+        severity="notify",
+        point=True,
+        help="Nearly all completions are cut at the length limit, and the reward does not rise or "
+        "was lost.",
+        to_do="Read some completions. Check the end-of-sequence token of the chat template and the "
+        "length limit; penalize or mask cut completions.",
+    ),
+    AlertSpec(
+        name="RewardHacked",
+        severity="notify",
+        point=True,
+        help="The training reward is at its best while a held-out reward was lost.",
+        to_do="Read the completions with the highest rewards, close the gap of the reward, and "
+        "continue from the checkpoint with the best held-out reward.",
+    ),
+    AlertSpec(
+        name="PolicyUpdateTooLarge",
+        severity="notify",
+        point=True,
+        help="The updates of a batch move the policy too far from the one that sampled it.",
+        to_do="Lower the learning rate or the number of updates per batch; use fresher samples.",
+    ),
+    AlertSpec(
+        name="SamplerDiffers",
+        severity="notify",
+        point=True,
+        help="The sampler's log-probabilities differ from the trainer's: the samples are not from "
+        "the policy that is trained.",
+        to_do="Check that new weights reach the sampler, and that precision, quantization, "
+        "temperature and chat template are the same in both.",
+    ),
+    AlertSpec(
+        name="ChosenImprobable",
+        severity="notify",
+        point=True,
+        help="In preference training the chosen completions become improbable, like the rejected "
+        "ones.",
+        to_do="Lower the learning rate, raise beta, or add an SFT term to the loss.",
+    ),
+    AlertSpec(
+        name="PreferenceLeaked",
+        severity="notify",
+        point=True,
+        help="Nearly all preference pairs are ranked correctly from the start: they differ in "
+        "something trivial.",
+        to_do="Compare some pairs as tokens: template, length, marks, and whether the model was "
+        "trained on them.",
+    ),
+    AlertSpec(
+        name="LossScaleCollapsed",
+        severity="notify",
+        point=True,
+        help="The gradient scaler found no scale without overflow, so updates are skipped.",
+        to_do="Train in bf16; otherwise look for an overflow in the model.",
+    ),
+    AlertSpec(
+        name="LossScaleOverflows",
+        severity="log",
+        point=True,
+        help="The gradient scaler overflows too often, so many updates are skipped.",
+        to_do="Consider bf16.",
+    ),
+    AlertSpec(
+        name="ThroughputFell",
+        severity="notify",
+        point=True,
+        help="Training is slower than it was (not counting evaluations and checkpoints).",
+        to_do="Look for a slow rank, a slow loader or throttled GPUs: `vitals show RUN`.",
+    ),
+    AlertSpec(
+        name="DataBound",
+        severity="notify",
+        point=True,
+        help="Steps wait for batches: the data loader is too slow.",
+        to_do="Give the loader more workers, or faster storage.",
+    ),
+    AlertSpec(
+        name="StragglerRank",
+        severity="notify",
+        point=True,
+        help="All ranks wait for one slow rank.",
+        to_do="The message names the slow part: data, loop, GPU clocks or link. Fix that one.",
+    ),
+    AlertSpec(
+        name="MemoryCreep",
+        severity="notify",
+        point=True,
+        help="Device memory rises steadily and will run out.",
+        to_do="Look for tensors that the loop keeps, such as losses in a list.",
+    ),
+    AlertSpec(
+        name="TrainingStalled",
+        severity="page",
+        point=False,
+        did="took no action; the job still waits.",
+        help="No step has finished for far too long, but the job is alive. A collective may hang.",
+        to_do="`vitals stacks RUN` shows the stack of each rank; then restart the job.",
+        ends="a step finishes, or the run has ended.",
+    ),
+    AlertSpec(
+        name="RankHung",
+        severity="page",
+        point=True,
+        did="took no action; the job still waits.",
+        help="All ranks wait for one that is stopped, dead or blocked, or that has been "
+        "computing for far longer than the others ever had to wait before.",
+        to_do="`vitals why RUN STEP` shows the stacks of its node's ranks; then restart the job. "
+        'With `on_hang="restart"` wait for one minute: Vitals ends most hung jobs itself, and '
+        "`HungJobEnded` follows.",
+    ),
+    AlertSpec(
+        name="HungJobEnded",
+        severity="notify",
+        point=True,
+        did="ended the job, because `on_hang` is `restart`; its launcher starts it again.",
+        help="A job hung, and the page `RankHung` was not resolved for one minute.",
+        to_do="Check that it trains again: `vitals tail RUN`. `vitals why RUN STEP` names the "
+        "blocking rank and shows its stack; if it recurs, drain that rank's node. After three "
+        "such restarts per day, a hang only pages.",
+    ),
+    AlertSpec(
+        name="CheckpointOverdue",
+        severity="notify",
+        point=False,
+        help="No checkpoint was written for twice the usual interval.",
+        to_do="Check the disk, and the log of rank 0 for failed saves.",
+        ends="a checkpoint is written, or the run has ended.",
+    ),
+    AlertSpec(
+        name="GpuFault",
+        severity="notify",
+        point=True,
+        help="A GPU reported a fatal Xid or an uncorrected memory error.",
+        to_do="Drain its node.",
+    ),
+    AlertSpec(
+        name="GpuLost",
+        severity="notify",
+        point=True,
+        help="A GPU stopped responding; it may have fallen off the bus.",
+        to_do="Drain its node.",
+    ),
+    AlertSpec(
+        name="GpuThrottled",
+        severity="notify",
+        point=True,
+        help="A GPU is throttled because of heat or power, and the others wait for it.",
+        to_do="Check its cooling.",
+    ),
+    AlertSpec(
+        name="GpuErrors",
+        severity="log",
+        point=True,
+        help="A GPU reported an application Xid, or many corrected memory errors.",
+        to_do="Drain its node if this recurs.",
+    ),
+    AlertSpec(
+        name="GpuPowerCapped",
+        severity="log",
+        point=True,
+        help="A GPU runs far below its usual clock because of its power limit.",
+        to_do="Check its power limit.",
+    ),
+    AlertSpec(
+        name="SpikeSeen",
+        severity="log",
+        point=True,
+        did="decided about the update in the step's decision.",
+        help="The loss or gradient norm was far above its usual values.",
+        to_do="No action needed; `vitals why RUN STEP` shows whether the update was applied.",
+    ),
+    AlertSpec(
+        name="RankLossApart",
+        severity="log",
+        point=True,
+        help="One rank's loss keeps differing from the others'.",
+        to_do="Check its data and its hardware.",
+    ),
+    AlertSpec(
+        name="LayerOutlier",
+        severity="log",
+        point=True,
+        help="One layer's gradients or updates are unusual while the others are not.",
+        to_do="If the loss rises, inspect this layer.",
+    ),
+    AlertSpec(
+        name="ActivationsGrew",
+        severity="log",
+        point=True,
+        help="A module's output grew by an order of magnitude or more since warm-up.",
+        to_do="Watch the loss; lower the learning rate if it rises.",
+    ),
+    AlertSpec(
+        name="ActivationsCollapsed",
+        severity="log",
+        point=True,
+        help="A module's output fell by an order of magnitude since warm-up, or nearly all of its "
+        "features are 0 for the whole batch.",
+        to_do="Restart from an earlier checkpoint with a lower learning rate: dead ReLUs get no "
+        "gradient and rarely recover.",
+    ),
+    AlertSpec(
+        name="UserAlert",
+        severity="notify",
+        point=True,
+        help="A rule of the settings file or `monitor.alert` in the training loop raised it. Its "
+        "cause is the name you gave it, and its severity the level.",
+        to_do="Read its message and its value; `vitals why RUN STEP` shows the other findings.",
+    ),
+)
 """Every alert; docs and rules are derived from it."""
 
 RUNBOOK = "docs/RUNBOOK.md"
@@ -421,19 +650,6 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
         return fingerprint(self.name, self.labels)
 
 
-_ALERT_OF_ACTION: dict[ActionName, str] = {
-    "halt": "TrainingHalted",
-    "restart": "HungJobEnded",
-    "accept_level": "LevelShiftAccepted",
-    "skip_step": "StepSkipped",
-}
-_ALERT_OF_STATE: dict[RunState, tuple[str, str]] = {
-    "lost": ("RunLost", "the run stopped reporting"),
-    "halted": ("TrainingHalted", "the run halted"),
-    "failed": ("RunFailed", "the run ended with an error"),
-}
-
-
 def alerts_for_decision(decision: Decision, *, run_id: str) -> tuple[Alert, ...]:
     """Return the alerts of a decision; in ``observe`` only the serious ones."""
     step, reason = decision.step, decision.reason
@@ -447,9 +663,14 @@ def alerts_for_decision(decision: Decision, *, run_id: str) -> tuple[Alert, ...]
         )
     if not decision.acted:
         return ()  # it waits for approval, which a finding reports, or the loop had ended
-    if decision.action in _ALERT_OF_ACTION:
-        cause = "" if decision.action == "halt" else decision.cause
-        return (_build_alert(_ALERT_OF_ACTION[decision.action], run_id, reason, step, cause),)
+    if decision.action == "halt":
+        return (_build_alert("TrainingHalted", run_id, reason, step),)
+    if decision.action == "restart":
+        return (_build_alert("HungJobEnded", run_id, reason, step, decision.cause),)
+    if decision.action == "accept_level":
+        return (_build_alert("LevelShiftAccepted", run_id, reason, step, decision.cause),)
+    if decision.action == "skip_step":
+        return (_build_alert("StepSkipped", run_id, reason, step, decision.cause),)
     raised = [_build_alert("TrainingRolledBack", run_id, reason, step, decision.cause)]
     if decision.rule == "lr_jump":
         raised.append(_build_alert("LearningRateHeld", run_id, reason, step))
@@ -499,10 +720,13 @@ def alerts_for_run_state(
     state: RunState, *, run_id: str, step: int = -1, reason: str = ""
 ) -> tuple[Alert, ...]:
     """Return the alerts that hold while a run is in ``state``; the others of the run's are over."""
-    if state not in _ALERT_OF_STATE:
-        return ()
-    name, usual_reason = _ALERT_OF_STATE[state]
-    return (_build_alert(name, run_id, reason or usual_reason, step),)
+    if state == "lost":
+        return (_build_alert("RunLost", run_id, reason or "the run stopped reporting", step),)
+    if state == "halted":
+        return (_build_alert("TrainingHalted", run_id, reason or "the run halted", step),)
+    if state == "failed":
+        return (_build_alert("RunFailed", run_id, reason or "the run ended with an error", step),)
+    return ()
 
 
 def alerts_for_absence(
