@@ -34,6 +34,7 @@ Reason = Literal[
     "all",
 ]
 
+
 FAILED = "failed"
 """How a rank ended if its loop raised an error, as ``RankActivity.exit`` has it."""
 _QUEUE_SECONDS = 30.0
@@ -288,6 +289,8 @@ class _HangJudge:
         return self._build_verdict(
             [], "all", seconds, limit, f"No rank has moved{_shared_place_text(self._living)}"
         )
+
+    # ------------------------------------------------------------------------------ the verdict
 
     def _culprit_verdict(
         self,

@@ -36,6 +36,7 @@ _EVERY = 8
 _NOISE_EVERY = 4
 """Checks between two estimates of the noise."""
 
+
 _NOISE_STEPS = 256
 """Steps whose differences define the noise of the loss."""
 _FAR = 0.25
@@ -286,6 +287,7 @@ _MOST_WANDERED = 0.2
 _FEW_MOVES = 4
 _NOT_AGAIN = 8
 """Blocks after any other finding about the loss in which a rise is not reported again."""
+
 
 _FALL = 0.15
 """A fall (in logarithm) from one block to the next after which the level is learned again: a new
@@ -591,6 +593,8 @@ class ProgressDetector(Detector):
         else:
             self._learning += 1
 
+    # ---------------------------------------------------------------------- lost progress
+
     def _lost_progress_findings(
         self, record: StepRecord, losses: list[float], first: float
     ) -> tuple[Finding, ...]:
@@ -620,6 +624,8 @@ class ProgressDetector(Detector):
             record.step, reason, kind="lost_progress", cause="loss_lost_progress",
             value=parts[-1], limit=floor, onset_step=max(record.step - _GIVEN_BACK, 0),
         )  # fmt: skip
+
+    # --------------------------------------------------------------------------- collapse
 
     def _collapse_findings(self, record: StepRecord, losses: list[float]) -> tuple[Finding, ...]:
         newest = losses[-_BOTTOM:]
@@ -651,6 +657,8 @@ class ProgressDetector(Detector):
             limit=self._config.collapse * newer, severity="log" if is_memorized else "",
             onset_step=max(record.step - 2 * _BOTTOM + 1, 0),
         )  # fmt: skip
+
+    # ---------------------------------------------------------------------- never learned
 
     def _not_learning_findings(
         self, record: StepRecord, losses: list[float]

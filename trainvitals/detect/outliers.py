@@ -141,6 +141,9 @@ def _is_nonfinite_or_outlier(value: float | None, limit: float | None) -> bool:
     return not math.isfinite(value) or (limit is not None and value > limit)
 
 
+# ----------------------------------------------------------------------------- non-finite values
+
+
 MAX_OVERFLOWS = 40
 """Scaler overflows in a row that still count as normal. The default scale, 65536, reaches 1 after
 16 halvings, and even 2**40 after this many: further overflows are not caused by the scale."""
@@ -212,6 +215,9 @@ class NonFiniteDetector(Detector):
             rank=rank,
             value=float(num),
         )
+
+
+# -------------------------------------------------------------------------------- finite outliers
 
 
 LossKind = Literal["minimize", "rl", "adversarial"]

@@ -348,6 +348,8 @@ class SpikeDetector(Detector):
             self._push_trend(value)
         return ()
 
+    # ------------------------------------------------------------------------- high steps
+
     def _update_evidence_sum(self, record: StepRecord, distance: float, beyond: float) -> None:
         """Add a step's excess to the CUSUM of the current episode."""
         config = self._config
@@ -457,6 +459,8 @@ class SpikeDetector(Detector):
         self._end_episode()
         if clean:
             self._push_deviation(value, logarithm, distance)
+
+    # --------------------------------------------------------------------- what is known
 
     def _record_report(self) -> bool:
         """Record the report of an episode; return whether episodes come at regular intervals."""
@@ -594,6 +598,7 @@ _BURST_RARE_SIGMAS = 4.0
 _COURSE = 9
 _FALLS = 0.02
 _HIGHER = math.log(1.5)
+
 
 _NORM_DEVIATION = 0.3
 """Smallest standard deviation assumed of the logarithm of the norm: 35%."""

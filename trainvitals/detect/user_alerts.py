@@ -50,6 +50,9 @@ _END_STEPS = 10
 SEVERITIES: tuple[str, ...] = get_args(Severity)
 _WORDS_OF_LEVELS = "page: someone must act now; notify: without urgency; log: only stored"
 
+
+# ------------------------------------------------------------------------------- the condition
+
 FUNCTIONS: Mapping[str, str] = {
     "last": "the newest value",
     "mean": "the mean of the last WINDOW values",
@@ -138,6 +141,9 @@ def _parse_window(function: str, text: str | None) -> int:
             f"{function}(...) needs a window of {least} to {MAX_WINDOW} values; {shown}"
         )
     return int(text)
+
+
+# ------------------------------------------------------------------------------------- settings
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
@@ -251,6 +257,9 @@ def _parse_rule(table: Mapping[str, Any], number: int) -> Rule:
     return Rule(**values)
 
 
+# -------------------------------------------------------------------------------------- judging
+
+
 class WatchedRule(Stateful):
     """One rule over the values of its series. ``update`` returns whether it holds.
 
@@ -351,6 +360,9 @@ class RuleSet(Stateful):
         self.by_series: dict[str, list[WatchedRule]] = {}
         for watched in self._watched.values():
             self.by_series.setdefault(watched.condition.series, []).append(watched)
+
+
+# -------------------------------------------------------------------------------- while it holds
 
 
 class UserAlerts:

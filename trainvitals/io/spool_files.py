@@ -245,6 +245,9 @@ class _SpoolFileScan:
         return None
 
 
+# ----------------------------------------------------------------------------- what is remembered
+
+
 STATE_FILE = "state.json"
 
 

@@ -127,6 +127,8 @@ class LearningRateWatcher(Watcher):
         limit = min(last * self._config.max_rise, 1e308)
         return self._report(step, reason, cause="lr_jump", value=rate, limit=limit)
 
+    # -------------------------------------------------------------------------------- the course
+
     def _is_jump(self, rate: float) -> bool:
         """Return whether the rate is far above the previous one, and above all earlier ones."""
         config, last, peak = self._config, self._last, self._peak
@@ -163,6 +165,8 @@ class LearningRateWatcher(Watcher):
         since = self._zero_since
         reason = f"the learning rate has been 0 since step {since}: the model does not learn"
         return self._report(merged.step, reason, cause="lr_zero", value=0.0, onset_step=since)
+
+    # -------------------------------------------------------------------------------- resuming
 
     def _forgotten(self, step: int, rate: float) -> tuple[Finding, ...]:
         """Return the finding about a learning-rate schedule that was not restored.
@@ -223,6 +227,9 @@ def _requested(applied: float | None, factor: float | None) -> float | None:
         return applied
     requested_rate = applied / factor
     return requested_rate if math.isfinite(requested_rate) else None
+
+
+# --------------------------------------------------------------------------------- the loss scale
 
 
 _WINDOW = 100

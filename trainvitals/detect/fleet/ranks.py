@@ -186,6 +186,9 @@ class DataBoundWatcher(LastingWatcher):
         return self._of_rank.index(longest) if is_alone else -1
 
 
+# -------------------------------------------------------------------------------- one rank's loss
+
+
 _LEAST_RANKS = 3
 """With two ranks that differ, the wrong one is unknown."""
 

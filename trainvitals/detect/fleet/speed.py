@@ -112,6 +112,9 @@ class SlowStepFilter(Stateful):
         self._streak.clear()
 
 
+# ------------------------------------------------------------------------------------- throughput
+
+
 _LEAST_BLOCKS = 5
 
 
@@ -258,6 +261,9 @@ class ThroughputWatcher(LastingWatcher):
                 f"best ({humanize_seconds(clamped_exp(best))}), {for_steps}"
             )
         return self._report(step, reason, value=now, limit=limit, onset_step=self._onset)
+
+
+# ------------------------------------------------------------------------------ what is overdue
 
 
 class StallConfig(Settings, frozen=True, kw_only=True):

@@ -76,6 +76,7 @@ _OF_CLASSES: Mapping[str, Task | None] = {
 }
 """Trainers of TRL 1.16, and of 0.x to 1.9 for BCO and PPO."""
 
+
 _MODULES = ("trl.", "unsloth")
 """Modules of the known trainers, in lower case. Unsloth compiles TRL's under names of its own."""
 
