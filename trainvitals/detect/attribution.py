@@ -147,6 +147,9 @@ class _SeriesOutlier(NamedTuple):
     sigmas: float | None = None
 
 
+# ------------------------------------------------------------------------------- a single series
+
+
 class _SeriesReference:
     """One series in plain Python, which costs a tenth of ``_SeriesArrayReference`` here."""
 
@@ -225,6 +228,9 @@ class _SeriesReference:
 
 def _sorted_median(ordered: Sequence[float]) -> float:
     return (ordered[(len(ordered) - 1) >> 1] + ordered[len(ordered) >> 1]) / 2
+
+
+# --------------------------------------------------------------------------- many series at once
 
 
 class _SeriesArrayReference:
@@ -345,6 +351,9 @@ class _WriteRatioPeaks:
             self._before, self._now, self._num = self._now, np.zeros_like(self._now), 0
 
 
+# ------------------------------------------------------------------------------- one run's onsets
+
+
 _LOGARITHM = 1e-3
 """Smallest sigma of a logarithm: a tenth of a percent."""
 _FLOORS = {
@@ -409,21 +418,27 @@ class _OnsetEpisode:
         first = min(out, key=lambda each: (each.step, each.order))
         now = max(each.step for each in out)
         onset = self.onset
-        turned = [each for each in out if each.value is None and each.sigmas is None]
-        is_other = onset is None or attempt != onset.attempt
-        if onset is None or is_other or (turned and not (onset.is_nonfinite or onset.is_lasting)):
-            # A NaN does not follow from a series that was only high: it has its own origin.
-            first = first if is_other else min(turned, key=lambda each: (each.step, each.order))
+        if onset is None or attempt != onset.attempt:
             self._long, self._order = 0, first.order
             self.onset = _build_onset(attempt, first, out, now, is_old=is_old)
             return True
-        followed = _merge_following_series(onset, out)
+        turned = [each for each in out if each.value is None and each.sigmas is None]
+        if turned and not onset.is_nonfinite and not onset.is_lasting:
+            # A NaN does not follow from a series that was only high: it has its own origin.
+            first = min(turned, key=lambda each: (each.step, each.order))
+            self._long, self._order = 0, first.order
+            self.onset = _build_onset(attempt, first, out, now, is_old=is_old)
+            return True
         if (first.step, first.order) < (onset.step, self._order):
             self._order = first.order  # an update is only known with the next step's row
-            earlier = _build_onset(attempt, first, out, now, is_old=onset.is_old)
-            self.onset = msgspec.structs.replace(earlier, next=followed)
-        else:
-            self.onset = msgspec.structs.replace(onset, last_step=now, next=followed)
+            self.onset = msgspec.structs.replace(
+                _build_onset(attempt, first, out, now, is_old=onset.is_old),
+                next=_merge_following_series(onset, out),
+            )
+            return True
+        self.onset = msgspec.structs.replace(
+            onset, last_step=now, next=_merge_following_series(onset, out)
+        )
         return True
 
 
@@ -543,11 +558,11 @@ class OnsetTracker:
             self._num_judged += 1
             if self._num_judged == GUARD + 1:
                 self._judged_from = self._key
-        is_new = self._num_judged <= GUARD
-        is_old = is_new and not any(each.sigmas is None for each in out)
+        is_guarded = self._num_judged <= GUARD
+        is_old = is_guarded and not any(each.sigmas is None for each in out)
         changed = self._update_episode(self._numbers, merged.attempt, out, is_old=is_old)
         self._attribute_loss_to_data(merged)
-        changed |= self._update_episode(self._speed, merged.attempt, speed, is_old=is_new)
+        changed |= self._update_episode(self._speed, merged.attempt, speed, is_old=is_guarded)
         for course, values, is_of_speed in looked:
             is_quiet = (self._speed if is_of_speed else self._numbers).is_quiet
             if course is self._of_layers.get("grad_share"):
@@ -567,7 +582,7 @@ class OnsetTracker:
         *,
         steps_back: int = 0,
     ) -> None:
-        """Note a series that is out in the current step, or in the one before it."""
+        """Note a series that is out in the current step, or ``steps_back`` steps before it."""
         step = self._key[1] - steps_back
         self._out.append(_SeriesOutlier(step, order, subject, where, series, value, usual, sigmas))
 
@@ -670,8 +685,8 @@ class OnsetTracker:
             bad = [rank for rank, value in enumerate(finite_losses) if number(value) is None]
             where = f"rank:{bad[0]}" if len(bad) == 1 < len(finite_losses) else ""
             # A non-finite output comes first; without activations its origin would be unknown.
-            is_origin = "activation_rms" in self._of_layers
-            self._add_outlier(7, "loss" if is_origin else "losses", where, "loss")
+            has_activations = "activation_rms" in self._of_layers
+            self._add_outlier(7, "loss" if has_activations else "losses", where, "loss")
         elif losses:
             lossy = self._judge_finite_losses(losses)
         self._judge_rank_norms(merged, lossy=lossy)
@@ -962,6 +977,9 @@ def _is_deliberate_change(before: float | None, value: float | None) -> bool:
         return before is not value
     low, high = sorted((abs(before), abs(value)))
     return high > _SETTING * low
+
+
+# ------------------------------------------------------------------------------- the origin
 
 
 def find_origin_onset(
