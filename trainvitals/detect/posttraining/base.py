@@ -151,7 +151,7 @@ class RewardCourse(ValueCourse):
         return is_best
 
     def go_back(self, step: int) -> None:
-        """Discard what was learned at a step or after it, in the noise too."""
+        """Discard what was learned at a step or after it: the run continues from before it."""
         values = self._milestones.go_back(step)
         if values is None:
             self.rebaseline()
@@ -166,7 +166,7 @@ class RewardCourse(ValueCourse):
             self._values.pop()
 
     def rebaseline(self) -> None:
-        """Discard everything."""
+        """Start again: a change of the data or the reward was announced."""
         self._recent.clear()
         self._early.clear()
         self._values.clear()
@@ -388,7 +388,8 @@ class ShortLevel(ValueCourse):
 class PostTrainingWatcher(LastingWatcher):
     """Base: reports a lasting condition once, with its numbers, causes and remedy.
 
-    A subclass provides ``is_for``, ``_judge`` and ``STATE``.
+    A subclass provides ``is_for``, ``_judge`` and ``STATE``, and lists its parts with recent values
+    in ``_courses``.
     """
 
     STATE: ClassVar[tuple[str | StateKey, ...]] = ("_episode",)
@@ -405,8 +406,8 @@ class PostTrainingWatcher(LastingWatcher):
     def set_kind(self, spec: TaskSpec) -> None:
         """Note the kind of the run, before its first step."""
 
-    def _courses(self) -> list[ValueCourse]:
-        return [part for part in vars(self).values() if isinstance(part, ValueCourse)]
+    def _courses(self) -> Sequence[ValueCourse]:
+        return ()
 
     def _restarted(self, merged: MergedStep) -> None:
         is_back = merged.step <= self._step

@@ -5,6 +5,7 @@ each of these is reported only together with a reward that did not rise, or that
 """
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import pairwise
 
 from trainvitals.detect.fleet.base import MergedStep, upper_median
@@ -15,6 +16,7 @@ from trainvitals.detect.posttraining.base import (
     RewardCourse,
     ShareCourse,
     ShortLevel,
+    ValueCourse,
     quantity,
 )
 from trainvitals.detect.posttraining.settings import PostTrainingConfig
@@ -40,6 +42,9 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
         self._entropy = ShortLevel()
         self._reward = RewardCourse(self._config)
         self._cut = ShareCourse(self._config.window)
+
+    def _courses(self) -> Sequence[ValueCourse]:
+        return (self._entropy, self._reward, self._cut)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         reward, cut = quantity(merged, names.REWARD), quantity(merged, names.CUT_SHARE)
@@ -96,6 +101,9 @@ class DeadRewardWatcher(PostTrainingWatcher):
         super().__init__(config)
         self._share = ShareCourse(self._config.dead_values)
         self._reward = RewardCourse(self._config)
+
+    def _courses(self) -> Sequence[ValueCourse]:
+        return (self._share, self._reward)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         reward, share = quantity(merged, names.REWARD), quantity(merged, names.DEAD_SHARE)
@@ -156,6 +164,9 @@ class KlRunawayWatcher(PostTrainingWatcher):
         self._at_best: float | None = None
         """Divergence when the reward was at its best; None: not yet known."""
         self._milestones = Milestones()
+
+    def _courses(self) -> Sequence[ValueCourse]:
+        return (self._reward,)
 
     def _restarted(self, merged: MergedStep) -> None:
         if merged.step <= self._step:
@@ -223,6 +234,9 @@ class TruncationWatcher(PostTrainingWatcher):
         self._cut = ShareCourse(self._config.dead_values)
         self._reward = RewardCourse(self._config)
 
+    def _courses(self) -> Sequence[ValueCourse]:
+        return (self._cut, self._reward)
+
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         reward, cut = quantity(merged, names.REWARD), quantity(merged, names.CUT_SHARE)
         self._reward.add(reward, merged.step)
@@ -275,6 +289,9 @@ class RewardHackingWatcher(PostTrainingWatcher):
         self._best: float | None = None
         self._num_below = 0
         self._milestones = Milestones()
+
+    def _courses(self) -> Sequence[ValueCourse]:
+        return (self._reward,)
 
     def _restarted(self, merged: MergedStep) -> None:
         if merged.step <= self._step:

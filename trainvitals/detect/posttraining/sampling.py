@@ -3,12 +3,15 @@
 Both have absolute limits: a healthy run is far below them, whatever its task.
 """
 
+from collections.abc import Sequence
+
 from trainvitals.detect.fleet.base import MergedStep
 from trainvitals.detect.posttraining import names
 from trainvitals.detect.posttraining.base import (
     PostTrainingWatcher,
     ShareCourse,
     ShortLevel,
+    ValueCourse,
     quantity,
 )
 from trainvitals.detect.posttraining.settings import PostTrainingConfig
@@ -34,6 +37,9 @@ class PolicyRatioWatcher(PostTrainingWatcher):
         super().__init__(config)
         self._clipped = ShareCourse(self._config.window)
         self._ratio = ShortLevel()
+
+    def _courses(self) -> Sequence[ValueCourse]:
+        return (self._clipped, self._ratio)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         clipped, ratio = quantity(merged, names.CLIP_SHARE), quantity(merged, names.RATIO)
@@ -73,6 +79,9 @@ class SamplerGapWatcher(PostTrainingWatcher):
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
         super().__init__(config)
         self._gap = ShortLevel()
+
+    def _courses(self) -> Sequence[ValueCourse]:
+        return (self._gap,)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         gap = quantity(merged, names.SAMPLER_GAP)
