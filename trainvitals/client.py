@@ -125,8 +125,13 @@ class Client:
             state: ``running``, ``finished``, ``halted``, ``interrupted``, ``failed`` or ``lost``.
             health: ``healthy``, ``acting``, ``critical`` or ``unknown``.
         """
-        attributes = {"name": name, "project": project, "user": user}
-        attributes |= {"state": state, "health": health}
+        attributes = {
+            "name": name,
+            "project": project,
+            "user": user,
+            "state": state,
+            "health": health,
+        }
         return [
             Run(self, summary)
             for summary in self._ask(RunsQuestion())

@@ -28,7 +28,7 @@ FORMAT_VERSION = 1
 """Version of rows, segments and batches; raised only when an old reader would misread."""
 
 
-def refuse_newer_version(version: int, path: object) -> None:
+def refuse_newer_version(version: int, name: object) -> None:
     """Refuse a file or batch that a later version wrote.
 
     Raises:
@@ -36,7 +36,7 @@ def refuse_newer_version(version: int, path: object) -> None:
     """
     if version > FORMAT_VERSION:
         raise NewerVersionError(
-            f"{path} has format version {version}; this program reads up to {FORMAT_VERSION}",
+            f"{name} has format version {version}; this program reads up to {FORMAT_VERSION}",
             hint="upgrade this program: pip install -U trainvitals",
         )
 

@@ -279,10 +279,12 @@ class CollectorClient:
         self.close()
 
     def _post(self, answer: type[T], body: msgspec.Struct, *path: str) -> T:
+        """Send a struct as JSON, and return the decoded response."""
         how = _json_body_kwargs(msgspec.json.encode(body))
         return self._send_and_decode(answer, "POST", _url_path(*path), **how)
 
     def _send_and_decode(self, answer: type[T], method: str, path: str, **how: Any) -> T:
+        """Send a request to the collector, and return the decoded response."""
         raw = self._send(method, path, **how)
         try:
             return from_json(raw, answer)
@@ -294,6 +296,7 @@ class CollectorClient:
             ) from error
 
     def _send(self, method: str, path: str, **how: Any) -> bytes:
+        """Send a request to the collector, and return the response's body."""
         import httpx
 
         headers = {**self._headers, **how.pop("headers", {})}
@@ -439,10 +442,12 @@ def read_tokens(path: Path | str) -> CollectorTokens:
 
 
 def _url_path(*parts: str) -> str:
+    """Return a path of the collector's API, with its parts quoted."""
     return "/v1/" + "/".join(quote(part, safe="") for part in parts)
 
 
 def _json_body_kwargs(body: bytes) -> dict[str, Any]:
+    """Return the httpx arguments of a request with a JSON body."""
     return {"content": body, "headers": {"Content-Type": "application/json"}}
 
 

@@ -112,6 +112,7 @@ def _subdirectories(path: Path) -> list[Path]:
 
 
 def _read_run_pointer(folder: Path) -> Path | None:
+    """Return the run directory that is recorded next to a run's journals."""
     with contextlib.suppress(OSError, VitalsError, *UNREADABLE):
         return Path(msgspec.json.decode(read_own(folder / "run.json"), type=_RunPointer).run_dir)
     return None

@@ -172,6 +172,7 @@ class JournalWriter:
         return min(self.max_bytes, int(free * self.max_share))
 
     def _delete_old_segments(self, size: int, bound: int) -> None:
+        """Delete the journal's oldest segments until a new one fits."""
         if size > bound // 2:
             text = f"{size} bytes are too much for a journal of {bound}, its share of what is free"
             raise OSError(errno.ENOSPC, text, str(self.directory))
@@ -328,6 +329,7 @@ class StreamWriter:
             self._write_rows(schema, seq, num_rows, raw)
 
     def _drop_queue(self) -> None:
+        """Drop the rows that wait for the writing thread, and count them as dropped."""
         with self._lock:
             self.dropped += self._num_queued
             self._queue.clear()

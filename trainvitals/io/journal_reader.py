@@ -171,6 +171,7 @@ class JournalReader:
         return batches
 
     def _read_segment(self, path: Path, max_rows: int) -> list[Batch]:
+        """Return the unread rows of a journal segment as batches."""
         header, base, raw = self._new_rows(path)
         schema = header.stream_schema
         size = schema.row_size
@@ -255,5 +256,6 @@ def _split_rows(
 
 
 def _ends_event(schema: Schema, raw: bytes, slot: int) -> bool:
+    """Return whether the row in a slot is the last row of its event."""
     fields = schema.unpack(memoryview(raw)[slot * schema.row_size : (slot + 1) * schema.row_size])
     return fields.get("part") == int(fields.get("num_parts") or 1) - 1

@@ -251,5 +251,6 @@ def check_time(command: Command, now_unix_ns: int) -> None:
 
 
 def _signature(command: Command, key: bytes) -> str:
+    """Return the HMAC of a mailbox command with the run's key."""
     canonical = msgspec.msgpack.encode(msgspec.structs.replace(command, signature=""))
     return hmac.new(key, canonical, hashlib.sha256).hexdigest()

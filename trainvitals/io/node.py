@@ -52,6 +52,7 @@ def _unique_node_name(spot: Spot, spots: Sequence[Spot]) -> str:
 
 
 def _short_hash(text: str) -> str:
+    """Return eight hexadecimal characters for a node's unique name."""
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 

@@ -345,7 +345,7 @@ def write_all(fd: int, raw: bytes, offset: int) -> None:
 
 
 def write_new_private(path: Path, raw: bytes) -> None:
-    """Create a file that only this user may read, durably; without its bytes it does not stay.
+    """Create a file that only this user may read, and sync it; remove it if a write fails.
 
     Raises:
         FileExistsError: it exists.
@@ -356,17 +356,17 @@ def write_new_private(path: Path, raw: bytes) -> None:
         write_all(fd, raw, 0)
         os.fsync(fd)
     except OSError:
-        path.unlink()  # an empty key would be called damaged at the next start
+        path.unlink()  # the next start would read a partial key as damaged
         raise
     finally:
         os.close(fd)
 
 
 def decode_key(raw: bytes, path: Path, num_bytes: int, hint: str) -> bytes:
-    """Return the key that a file holds in hexadecimal.
+    """Return the key in a file's bytes: hexadecimal, of ``num_bytes`` bytes.
 
     Raises:
-        FormatError: it has another form or length.
+        FormatError: it is not hexadecimal, or has another length.
     """
     try:
         key = bytes.fromhex(raw.decode("ascii").strip())
@@ -413,6 +413,7 @@ def _open_checked(
     private: bool = False,
     any_links: bool = False,
 ) -> int:
+    """Open a file; refuse it if its owner or permissions are insecure."""
     quiet = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         fd = os.open(path, flags & ~os.O_TRUNC | quiet, mode)
@@ -439,6 +440,7 @@ def _open_checked(
 
 
 def _raise_if_insecure(path: Path, owner: FileOwner, error: OSError, *, private: bool) -> None:
+    """Raise an error for a file that cannot be opened because it is insecure."""
     try:
         status = path.lstat()
     except OSError:
@@ -459,6 +461,7 @@ def _check_path_security(
     *,
     private: bool,
 ) -> None:
+    """Raise an error for a path that other users own, or can access."""
     if not is_kind(status.st_mode):
         what = "a symbolic link" if stat.S_ISLNK(status.st_mode) else f"not a {kind}"
         raise InsecurePathError(f"{path} is {what}; it must be a {kind}", hint=f"remove {path}")

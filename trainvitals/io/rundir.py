@@ -400,6 +400,7 @@ class RunDir:
         return entries
 
     def _line_mac(self, key: bytes, offset: int, entry: Mapping[str, object]) -> str:
+        """Return the signature of one line of the plan journal."""
         line = msgspec.json.encode(dict(entry))
         return mac_of(key, b"plan", self.run_id.encode(), b"%d" % offset, line)
 

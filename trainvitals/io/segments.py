@@ -200,5 +200,6 @@ SegmentFile = MappedSegment | PlainSegment
 
 
 def _create_temporary(path: Path) -> tuple[Path, int]:
+    """Create the temporary file of a new journal segment."""
     temporary = path.with_suffix(".tmp")
     return temporary, open_private(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)

@@ -305,6 +305,7 @@ class Spool:
                 self._remove_file(min(self._retained))
 
     def _append_batch(self, raw: bytes) -> None:
+        """Append a batch to the current spool file, or to a new one."""
         if self._fd >= 0 and 0 < self._sizes[self._number] > self._file_bytes - len(raw):
             self._save_state()
             self._close_file()
@@ -340,6 +341,7 @@ class Spool:
             self._remove_file(number)
 
     def _close_file(self) -> None:
+        """Stop appending to the current file."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
