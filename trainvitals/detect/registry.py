@@ -5,7 +5,7 @@ docs/DETECTORS.md are made from these rows; CONTRIBUTING.md lists what a new det
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -19,7 +19,7 @@ Where = Literal["rank", "collector", "agent"]
 """Place where it runs: in every rank, over the merged steps, or over the samples of nodes."""
 
 
-class Kind(msgspec.Struct, frozen=True):
+class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """A kind of finding."""
 
     name: str
@@ -57,31 +57,44 @@ class DetectorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 def _acceptable_kind(name: str, alert: str = "", *, level: bool = False) -> Kind:
     """Return a kind of finding that an operator may accept as healthy."""
-    return Kind(name, alert, is_of_the_level=level, may_be_accepted=True)
+    return Kind(name=name, alert=alert, is_of_the_level=level, may_be_accepted=True)
 
 
-def _machine_kind(name: str, alert: str = "", domain: Domain = "numbers", **fields: Any) -> Kind:
+def _machine_kind(
+    name: str,
+    alert: str = "",
+    domain: Domain = "numbers",
+    *,
+    alerts: Mapping[str, str] | None = None,
+    causes: tuple[str, ...] = (),
+    has_one_alert: bool = False,
+) -> Kind:
     """Return a kind of finding about a rank, a GPU, a node or its disks."""
-    return Kind(name, alert, domain=domain, subject="machine", **fields)
+    return Kind(
+        name=name,
+        alert=alert,
+        alerts=alerts or {},
+        causes=causes,
+        domain=domain,
+        subject="machine",
+        has_one_alert=has_one_alert,
+    )
 
 
-_STRAGGLER_PARTS = (
-    *("data", "host", "forward", "backward", "link", "optimizer", "checkpoint", "gpu"),
-)
 _KINDS = (
-    Kind("nonfinite"),
-    Kind("nonfinite_params"),
-    Kind("nonfinite_state", "NonFiniteState"),
+    Kind(name="nonfinite"),
+    Kind(name="nonfinite_params"),
+    Kind(name="nonfinite_state", alert="NonFiniteState"),
     # In the same domain as the GPU's own reports: an Xid at the same time is the same incident.
     _machine_kind("replica_corrupted", "ReplicaCorrupted", "gpu"),
     _machine_kind("replica_named", domain="gpu"),
     _machine_kind("settings_differ", "SettingsDiffer"),
-    Kind("nonfinite_streak", "NonFiniteStreak"),
-    Kind("snapshot_missed", "SnapshotMissed", domain="storage"),
-    Kind("approval_needed", "ApprovalNeeded"),
+    Kind(name="nonfinite_streak", alert="NonFiniteStreak"),
+    Kind(name="snapshot_missed", alert="SnapshotMissed", domain="storage"),
+    Kind(name="approval_needed", alert="ApprovalNeeded"),
     _machine_kind("rank_failed"),
     _machine_kind("unguarded", "Unguarded"),
-    Kind("zero_gradient", "ZeroGradient"),
+    Kind(name="zero_gradient", alert="ZeroGradient"),
     _acceptable_kind("spike", "SpikeSeen"),
     _acceptable_kind("level_shift"),
     _acceptable_kind("grad_explosion", "GradientExplosion"),
@@ -91,29 +104,46 @@ _KINDS = (
     _acceptable_kind("lost_progress", "ProgressLost", level=True),
     _acceptable_kind("state_damaged", "StateDamaged"),
     _acceptable_kind("lr_jump", "LearningRateAnomaly"),
-    Kind("learning_rate", "LearningRateAnomaly"),
-    Kind("schedule", "LearningRateAnomaly"),
-    Kind("loss_scale", "LossScaleCollapsed", {"overflow_rate": "LossScaleOverflows"}),
-    Kind("layer_gradient", "LayerOutlier", subject="layer"),
-    Kind("update_ratio", "LayerOutlier", subject="layer"),
-    Kind("weight_norm", "WeightNormMoved"),
-    Kind("activation", "ActivationsGrew", subject="layer"),
-    Kind("activation_collapse", "ActivationsCollapsed", subject="layer"),
-    Kind("policy_collapse", "PolicyCollapsed"),
-    Kind("dead_reward", "RewardDead"),
-    Kind("kl_runaway", "PolicyDiverged"),
-    Kind("truncation", "CompletionsCut"),
-    Kind("reward_hacking", "RewardHacked"),
-    Kind("policy_ratio", "PolicyUpdateTooLarge", causes=("clip_saturated",)),
-    Kind("sampler_gap", "SamplerDiffers"),
-    Kind("preference", "ChosenImprobable", {"preference_leak": "PreferenceLeaked"}),
-    Kind("throughput", "ThroughputFell", domain="speed"),
+    Kind(name="learning_rate", alert="LearningRateAnomaly"),
+    Kind(name="schedule", alert="LearningRateAnomaly"),
+    Kind(
+        name="loss_scale",
+        alert="LossScaleCollapsed",
+        alerts={"overflow_rate": "LossScaleOverflows"},
+    ),
+    Kind(name="layer_gradient", alert="LayerOutlier", subject="layer"),
+    Kind(name="update_ratio", alert="LayerOutlier", subject="layer"),
+    Kind(name="weight_norm", alert="WeightNormMoved"),
+    Kind(name="activation", alert="ActivationsGrew", subject="layer"),
+    Kind(name="activation_collapse", alert="ActivationsCollapsed", subject="layer"),
+    Kind(name="policy_collapse", alert="PolicyCollapsed"),
+    Kind(name="dead_reward", alert="RewardDead"),
+    Kind(name="kl_runaway", alert="PolicyDiverged"),
+    Kind(name="truncation", alert="CompletionsCut"),
+    Kind(name="reward_hacking", alert="RewardHacked"),
+    Kind(name="policy_ratio", alert="PolicyUpdateTooLarge", causes=("clip_saturated",)),
+    Kind(name="sampler_gap", alert="SamplerDiffers"),
+    Kind(
+        name="preference",
+        alert="ChosenImprobable",
+        alerts={"preference_leak": "PreferenceLeaked"},
+    ),
+    Kind(name="throughput", alert="ThroughputFell", domain="speed"),
     _machine_kind("data_bound", "DataBound", "speed", causes=("data_bound_rank", "loader_stall")),
     _machine_kind(
         "straggler",
         "StragglerRank",
         "speed",
-        causes=tuple(f"straggler_{part}" for part in _STRAGGLER_PARTS),
+        causes=(
+            "straggler_data",
+            "straggler_host",
+            "straggler_forward",
+            "straggler_backward",
+            "straggler_link",
+            "straggler_optimizer",
+            "straggler_checkpoint",
+            "straggler_gpu",
+        ),
     ),
     _machine_kind("stalled", "TrainingStalled", "speed"),
     _machine_kind("waiting", domain="speed"),
@@ -128,15 +158,26 @@ _KINDS = (
     _machine_kind("gpu_xid", "GpuErrors", "gpu", alerts={"xid_fatal": "GpuFault"}),
     _machine_kind("gpu_ecc", "GpuErrors", "gpu", alerts={"ecc_uncorrected": "GpuFault"}),
     _machine_kind("stream_stopped", "StreamStopped", "storage"),
-    Kind("user_alert", "UserAlert"),
+    Kind(name="user_alert", alert="UserAlert"),
     _machine_kind("gpu_lost", "GpuLost", "gpu", causes=("gpu_hung",)),
 )
 KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _KINDS}
 
 ACTED_CAUSES = (
-    *("nonfinite_loss", "nonfinite_gradient", "nonfinite_params", "nonfinite_state"),
-    *("replica_corrupted", "loss_outlier", "grad_norm_outlier", "state_damaged", "lr_jump"),
-    *("rank_failed", "evaluation", "device", "command", "other"),
+    "nonfinite_loss",
+    "nonfinite_gradient",
+    "nonfinite_params",
+    "nonfinite_state",
+    "replica_corrupted",
+    "loss_outlier",
+    "grad_norm_outlier",
+    "state_damaged",
+    "lr_jump",
+    "rank_failed",
+    "evaluation",
+    "device",
+    "command",
+    "other",
 )
 """The causes of skips and rollbacks: counters by cause start at 0 for each of them."""
 
@@ -147,7 +188,7 @@ def countable_cause(cause: str) -> str:
 
 
 def _detector(
-    where: Where, name: str, *advisory: str, acts: Sequence[str] = (), section: str = ""
+    where: Where, name: str, *advisory: str, actionable: Sequence[str] = (), section: str = ""
 ) -> DetectorSpec:
     """Return a detector and the kinds of its findings; without any, its name is the kind.
 
@@ -155,25 +196,18 @@ def _detector(
         where: place where it runs.
         name: its name.
         advisory: kinds that are only reported.
-        acts: kinds that lead to an action.
+        actionable: kinds that lead to an action.
         section: its section of the settings.
     """
+    if not advisory and not actionable:
+        advisory = (name,)
     kinds: dict[str, Level] = {
-        **dict.fromkeys(acts, "actionable"),
-        **dict.fromkeys(advisory or (() if acts else (name,)), "advisory"),
+        **dict.fromkeys(actionable, "actionable"),
+        **dict.fromkeys(advisory, "advisory"),
     }
     return DetectorSpec(name=name, where=where, kinds=kinds, section=section)
 
 
-_STEP_DETECTORS = ("loss_scale", "layer_gradient", "update_ratio")
-_RUN_DETECTORS = (
-    *("weight_norm", "throughput", "data_bound", "straggler", "memory_creep", "rank_loss"),
-    *("reduction", "stalled", "checkpoint_overdue"),
-)
-_POST_TRAINING_DETECTORS = (
-    *("policy_collapse", "dead_reward", "kl_runaway", "truncation", "reward_hacking"),
-    *("policy_ratio", "sampler_gap", "preference"),
-)
 _DETECTORS = (
     # In every rank, in the order in which they run.
     _detector(
@@ -181,7 +215,7 @@ _DETECTORS = (
         "nonfinite",
         "nonfinite_streak",
         "rank_failed",
-        acts=("nonfinite", "nonfinite_params"),
+        actionable=("nonfinite", "nonfinite_params"),
     ),
     _detector("rank", "guard", "unguarded", "zero_gradient"),
     _detector("rank", "loss_spike", "spike", "level_shift", section="loss"),
@@ -191,16 +225,18 @@ _DETECTORS = (
     _detector("rank", "loss_drift", "divergence", section="drift"),
     _detector("rank", "loss_progress", "lost_progress", "plateau", "collapse", section="progress"),
     # Inputs of the policy's decisions.
-    _detector("rank", "outlier", acts=("spike",), section="outlier"),
-    _detector("rank", "probe", acts=("state_damaged",), section="ladder"),
-    _detector("rank", "evaluation", acts=("state_damaged",), section="ladder"),
-    _detector("rank", "snapshots", "snapshot_missed", acts=("nonfinite_state",), section="ladder"),
+    _detector("rank", "outlier", actionable=("spike",), section="outlier"),
+    _detector("rank", "probe", actionable=("state_damaged",), section="ladder"),
+    _detector("rank", "evaluation", actionable=("state_damaged",), section="ladder"),
+    _detector(
+        "rank", "snapshots", "snapshot_missed", actionable=("nonfinite_state",), section="ladder"
+    ),
     _detector(
         "rank",
         "replicas",
         "settings_differ",
         "replica_named",
-        acts=("replica_corrupted",),
+        actionable=("replica_corrupted",),
         section="ladder",
     ),
     _detector("rank", "policy", "approval_needed", section="ladder"),
@@ -211,11 +247,28 @@ _DETECTORS = (
     _detector("rank", "schedule"),
     # Over the merged steps of all ranks; each rank reports its own rate.
     _detector("collector", "learning_rate", "learning_rate", "lr_jump"),
-    *(_detector("collector", name) for name in _STEP_DETECTORS),
+    _detector("collector", "loss_scale"),
+    _detector("collector", "layer_gradient"),
+    _detector("collector", "update_ratio"),
     _detector("collector", "activation", "activation", "activation_collapse"),
-    *(_detector("collector", name) for name in _RUN_DETECTORS),
+    _detector("collector", "weight_norm"),
+    _detector("collector", "throughput"),
+    _detector("collector", "data_bound"),
+    _detector("collector", "straggler"),
+    _detector("collector", "memory_creep"),
+    _detector("collector", "rank_loss"),
+    _detector("collector", "reduction"),
+    _detector("collector", "stalled"),
+    _detector("collector", "checkpoint_overdue"),
     # Over the scalars of a post-training run, if it declared its kind.
-    *(_detector("collector", name) for name in _POST_TRAINING_DETECTORS),
+    _detector("collector", "policy_collapse"),
+    _detector("collector", "dead_reward"),
+    _detector("collector", "kl_runaway"),
+    _detector("collector", "truncation"),
+    _detector("collector", "reward_hacking"),
+    _detector("collector", "policy_ratio"),
+    _detector("collector", "sampler_gap"),
+    _detector("collector", "preference"),
     # Over the heartbeats of the ranks; in the collector for a job on several nodes.
     _detector("agent", "hang", "waiting", "hang"),
     # Over the samples of a node's GPUs.
