@@ -5,8 +5,6 @@ one step. Point events (a decision) fire at once and resolve after the run staye
 steps; conditions (a lost run) resolve when the condition ends.
 """
 
-from __future__ import annotations
-
 import enum
 import hashlib
 import json

@@ -7,8 +7,6 @@ the limit is never below a quantile: otherwise a task with large gradients, one 
 loop trains on in turn, would be clipped at each of its steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ A name carries its unit in base units (seconds, bytes, watts, celsius; ratios 0 
 ranks (``run``) are written by global rank 0 only.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from trainvitals.metrics import LAYER_METRICS, STEP_METRICS, Kind, MetricSpec, Scope

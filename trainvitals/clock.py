@@ -1,7 +1,5 @@
 """Clocks are passed in, so that no decision reads a global one."""
 
-from __future__ import annotations
-
 import time
 from typing import Protocol
 

@@ -19,8 +19,6 @@ driver gives (``NVIDIA H100 80GB HBM3`` is the SXM board). Sources:
 A name that is missing here gives None: a wrong peak is worse than none.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Literal, NamedTuple
 

@@ -4,8 +4,6 @@ Pure: input are columns of the steps in the lineage; output are numbers or a rea
 does not predict the future, the result is the reason as a sentence.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -322,15 +320,3 @@ def _finite_pairs(at: Floats, values: Floats) -> tuple[Floats, Floats]:
     """Return the points of a loss curve whose numbers are both finite."""
     is_finite = np.isfinite(at) & np.isfinite(values)
     return at[is_finite].astype(np.float64), values[is_finite]
-
-
-__all__ = [
-    "COVERS",
-    "FINAL_SHARE",
-    "FinalLoss",
-    "Finish",
-    "Lag",
-    "forecast_final_loss",
-    "forecast_finish",
-    "measure_token_lag",
-]

@@ -8,8 +8,6 @@ interval is assigned to buckets in the order of ``PRECEDENCE``; each bucket gets
 at most the rest. So the buckets add up to the wall time, to the nanosecond, whatever was measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args

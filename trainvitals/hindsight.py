@@ -6,8 +6,6 @@ itself (a skip costs one step). Skipping a non-finite update is always needed: t
 parameters. A judgement needs the steps after the decision; until they exist it is *open*.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping

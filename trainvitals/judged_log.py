@@ -25,8 +25,6 @@ The log provides the numbers. Everything else rests on these assumptions:
   batches must read worse before the state counts as damaged.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,7 +40,7 @@ from trainvitals.policy import StepInputs
 from trainvitals.policy.evidence import NO_READING, Ask, ProbeResult
 from trainvitals.policy.judge import Judge, JudgeConfig, Judgement
 from trainvitals.policy.state import CheckpointRef, DeviceRule, Mode
-from trainvitals.records import Decision, Finding, StateRead, StepRecord
+from trainvitals.records import Decision, StateRead, StepRecord
 
 EVERY_STEP_SHARE = 0.9
 """Share of records that must follow the one before by one step, for steps to be counted."""
@@ -437,32 +435,23 @@ class _LogReplay:
 
     def _judgement_as_logged(self, judgement: Judgement) -> Judgement:
         """Return the judgement with the log's steps instead of record numbers."""
-        findings = tuple(self._finding_as_logged(finding) for finding in judgement.findings)
-        decision = judgement.decision
+        step_of = self._map_record_to_step
+        findings = tuple(
+            replace(finding, step=step_of(finding.step), onset_step=step_of(finding.onset_step))
+            for finding in judgement.findings
+        )
         readings = tuple(
-            replace(read, onset_step=self._map_record_to_step(read.onset_step))
-            for read in judgement.readings
+            replace(read, onset_step=step_of(read.onset_step)) for read in judgement.readings
         )
-        return judgement._replace(
-            findings=findings,
-            decision=None if decision is None else self._decision_as_logged(decision),
-            readings=readings,
-        )
-
-    def _finding_as_logged(self, finding: Finding) -> Finding:
-        return replace(
-            finding,
-            step=self._map_record_to_step(finding.step),
-            onset_step=self._map_record_to_step(finding.onset_step),
-        )
-
-    def _decision_as_logged(self, decision: Decision) -> Decision:
-        return replace(
-            decision,
-            step=self._map_record_to_step(decision.step),
-            decided_at_step=self._map_record_to_step(decision.step) + self._lag,
-            rollback_to_step=self._map_record_to_step(decision.rollback_to_step),
-        )
+        decision = judgement.decision
+        if decision is not None:
+            decision = replace(
+                decision,
+                step=step_of(decision.step),
+                decided_at_step=step_of(decision.step) + self._lag,
+                rollback_to_step=step_of(decision.rollback_to_step),
+            )
+        return judgement._replace(findings=findings, decision=decision, readings=readings)
 
     def _map_record_to_step(self, clock: int) -> int:
         return self._log[clock].step if 0 <= clock < len(self._log) else clock
@@ -471,18 +460,3 @@ class _LogReplay:
 def _abstain_probe(ask: Ask) -> ProbeResult:
     """Stand in for the probe: a log has no state to evaluate."""
     return NO_READING
-
-
-__all__ = [
-    "CHECKPOINT_EVERY",
-    "LAG",
-    "Cadence",
-    "JudgedStep",
-    "LoggedStep",
-    "describe_query",
-    "export_judged_steps",
-    "find_overflow_records",
-    "is_prevented_by_healthy_probe",
-    "judge_history",
-    "measure_log_cadence",
-]  # fmt: skip

@@ -3,8 +3,6 @@
 Columns are only added and are found by name: a run from before a column was added stays readable.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

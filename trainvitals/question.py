@@ -28,6 +28,12 @@ class Question(msgspec.Struct, Generic[A], frozen=True, kw_only=True, forbid_unk
     """Whether the response needs the findings of the fleet detectors; then it has a ``run_id``."""
 
 
+class PerRunQuestion(Question[A], frozen=True, kw_only=True):
+    """A query about one run."""
+
+    run_id: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
     """HTTP mapping of a query: fields named in the path go there, the others into query or body."""
@@ -113,6 +119,3 @@ def build_http_request(question: Question[Any]) -> Asked:
         body=msgspec.json.encode(values) if is_body else None,
         answer=route.answer,
     )
-
-
-__all__ = ["ROUTES", "Asked", "Question", "Route", "TokenScope", "build_http_request", "route"]

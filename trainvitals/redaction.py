@@ -9,8 +9,6 @@ found in texts, too: in command lines, in JSON, in an object's repr.
 It is a safety net, not a proof: a password in a setting called ``x`` stays.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import re

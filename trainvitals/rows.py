@@ -22,10 +22,24 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from trainvitals.errors import FormatError
+from trainvitals.errors import FormatError, NewerVersionError
 
 FORMAT_VERSION = 1
 """Version of rows, segments and batches; raised only when an old reader would misread."""
+
+
+def refuse_newer_version(version: int, name: object) -> None:
+    """Refuse a file or batch that a later version wrote.
+
+    Raises:
+        NewerVersionError: its format version is above ``FORMAT_VERSION``.
+    """
+    if version > FORMAT_VERSION:
+        raise NewerVersionError(
+            f"{name} has format version {version}; this program reads up to {FORMAT_VERSION}",
+            hint="upgrade this program: pip install -U trainvitals",
+        )
+
 
 STREAMS = ("steps", "layers", "scalars", "events", "gpu", "node", "process")
 """Streams a writer may open. Ranks write the first four, agents the events and the last three."""

@@ -1,9 +1,7 @@
 """Base units as text for people. Stored and exposed numbers stay in base units."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 DATE_FORMAT = "%Y-%m-%d %H:%M:%SZ"
 """Format of a time in UTC, for ``strftime``."""
@@ -61,10 +59,7 @@ def name_ranks(ranks: Collection[int], most: int = 8) -> str:
 
 def humanize_bytes(value: float) -> str:
     """Return a number of bytes in binary units: ``1.5 GiB``."""
-    size, index = float(value), 0
-    while abs(size) >= 1024 and index < len(_BINARY) - 1:
-        size, index = size / 1024, index + 1
-    return f"{size:.4g} {_BINARY[index]}"
+    return _format_scaled(value, 1024, _BINARY)
 
 
 def humanize_seconds(value: float) -> str:
@@ -83,8 +78,8 @@ def humanize_seconds(value: float) -> str:
     return f"{sign}{whole // 60} min {whole % 60} s"
 
 
-def _format_scaled(value: float) -> str:
+def _format_scaled(value: float, base: int = 1000, names: Sequence[str] = _DECIMAL) -> str:
     size, index = float(value), 0
-    while abs(size) >= 1000 and index < len(_DECIMAL) - 1:
-        size, index = size / 1000, index + 1
-    return f"{size:.4g} {_DECIMAL[index]}"
+    while abs(size) >= base and index < len(names) - 1:
+        size, index = size / base, index + 1
+    return f"{size:.4g} {names[index]}"

@@ -16,7 +16,7 @@ import msgspec
 
 from trainvitals.errors import UsageError
 from trainvitals.goodput import Bucket
-from trainvitals.question import Question, route
+from trainvitals.question import PerRunQuestion, Question, route
 from trainvitals.records import (
     BatchNoted,
     Command,
@@ -151,10 +151,9 @@ class RunDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}")
-class RunQuestion(Question[RunDetail], frozen=True, kw_only=True):
+class RunQuestion(PerRunQuestion[RunDetail], frozen=True, kw_only=True):
     """Everything about one run that is not a curve."""
 
-    run_id: str
     volume: bool = True
     """Whether to compute its size in the store, which doubles the work."""
 
@@ -190,10 +189,9 @@ class SeriesReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/series")
-class SeriesQuestion(Question[SeriesReply], frozen=True, kw_only=True):
+class SeriesQuestion(PerRunQuestion[SeriesReply], frozen=True, kw_only=True):
     """One curve, downsampled so that no extreme and no non-finite value is lost."""
 
-    run_id: str
     metric: str
     """``stream.column``, ``scalars.NAME``, ``layers.NAME`` or ``layers.NAME:COLUMN``."""
     source: str = ""
@@ -231,10 +229,9 @@ class SeriesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 @route("POST", "/v1/runs/{run_id}/series")
-class ManySeriesQuestion(Question[tuple[SeriesReply, ...]], frozen=True, kw_only=True):
+class ManySeriesQuestion(PerRunQuestion[tuple[SeriesReply, ...]], frozen=True, kw_only=True):
     """Several curves of one moment, in the order they are asked for."""
 
-    run_id: str
     series: tuple[SeriesRequest, ...]
 
 
@@ -255,10 +252,9 @@ class CurveReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/curve")
-class CurveQuestion(Question[CurveReply], frozen=True, kw_only=True):
+class CurveQuestion(PerRunQuestion[CurveReply], frozen=True, kw_only=True):
     """Every point of one curve, for programs."""
 
-    run_id: str
     metric: str
     """``stream.column``, ``scalars.NAME``, ``layers.NAME`` or ``layers.NAME:COLUMN``."""
     source: str = ""
@@ -286,10 +282,9 @@ class DifferenceReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/difference")
-class DifferenceQuestion(Question[DifferenceReply], frozen=True, kw_only=True):
+class DifferenceQuestion(PerRunQuestion[DifferenceReply], frozen=True, kw_only=True):
     """What another run's curve has more than this one's."""
 
-    run_id: str
     other: str
     metric: str
     along: Along = "step"
@@ -315,12 +310,10 @@ class FindingView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/findings")
-class FindingsQuestion(Question[tuple[FindingView, ...]], frozen=True, kw_only=True):
+class FindingsQuestion(PerRunQuestion[tuple[FindingView, ...]], frozen=True, kw_only=True):
     """What the run's detectors said, by step."""
 
     has_findings: ClassVar[bool] = True
-
-    run_id: str
 
 
 class DecisionView(msgspec.Struct, frozen=True, kw_only=True):
@@ -334,10 +327,8 @@ class DecisionView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/decisions")
-class DecisionsQuestion(Question[tuple[DecisionView, ...]], frozen=True, kw_only=True):
+class DecisionsQuestion(PerRunQuestion[tuple[DecisionView, ...]], frozen=True, kw_only=True):
     """The decision log of a run, in its order."""
-
-    run_id: str
 
 
 class StepData(msgspec.Struct, frozen=True, kw_only=True):
@@ -369,12 +360,11 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/steps/{step}")
-class StepQuestion(Question[StepView], frozen=True, kw_only=True):
+class StepQuestion(PerRunQuestion[StepView], frozen=True, kw_only=True):
     """What is known of one step, on every attempt that trained it."""
 
     has_findings: ClassVar[bool] = True
 
-    run_id: str
     step: Int64
 
 
@@ -392,10 +382,8 @@ class CheckpointView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/checkpoints")
-class CheckpointsQuestion(Question[tuple[CheckpointView, ...]], frozen=True, kw_only=True):
+class CheckpointsQuestion(PerRunQuestion[tuple[CheckpointView, ...]], frozen=True, kw_only=True):
     """The latest state of each checkpoint and snapshot, by step."""
-
-    run_id: str
 
 
 _PROFILED = " [profile_written]"
@@ -419,10 +407,9 @@ class EventView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/events")
-class EventsQuestion(Question[tuple[EventView, ...]], frozen=True, kw_only=True):
+class EventsQuestion(PerRunQuestion[tuple[EventView, ...]], frozen=True, kw_only=True):
     """Other events, all or of one kind, as lines for people, by time."""
 
-    run_id: str
     kind: str = ""
 
 
@@ -453,10 +440,8 @@ class StacksView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/stacks")
-class StacksQuestion(Question[tuple[StacksView, ...]], frozen=True, kw_only=True):
+class StacksQuestion(PerRunQuestion[tuple[StacksView, ...]], frozen=True, kw_only=True):
     """Latest stacks of ranks, taken during a wait or on request, by time."""
-
-    run_id: str
 
 
 class AlertView(msgspec.Struct, frozen=True, kw_only=True):
@@ -679,10 +664,9 @@ class CommandView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/commands", tag="commands", scopes=("read", "ingest"))
-class CommandsQuestion(Question[tuple[CommandView, ...]], frozen=True, kw_only=True):
+class CommandsQuestion(PerRunQuestion[tuple[CommandView, ...]], frozen=True, kw_only=True):
     """The run's commands, newest first; ``pending`` is what an agent has to deliver."""
 
-    run_id: str
     status: Literal["", CommandStatus] = ""
 
 
@@ -709,10 +693,9 @@ class CellsReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/cells", tag="look back")
-class CellsQuestion(Question[CellsReply], frozen=True, kw_only=True):
+class CellsQuestion(PerRunQuestion[CellsReply], frozen=True, kw_only=True):
     """A heat map of one metric: ranks, GPUs, nodes or layers by steps."""
 
-    run_id: str
     metric: str
     """``steps.COLUMN``, ``gpu.COLUMN``, ``node.COLUMN`` or ``layers.COLUMN``."""
     points: Annotated[int, msgspec.Meta(ge=1, le=MAX_MAP_COLUMNS)] = 200
@@ -741,10 +724,9 @@ class MoverView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/movers", tag="look back")
-class MoversQuestion(Question[tuple[MoverView, ...]], frozen=True, kw_only=True):
+class MoversQuestion(PerRunQuestion[tuple[MoverView, ...]], frozen=True, kw_only=True):
     """The layers and ranks that moved most up to a step, the first of them first."""
 
-    run_id: str
     step: Int64
 
 
@@ -808,10 +790,8 @@ class GoodputView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/goodput", tag="look back")
-class GoodputQuestion(Question[GoodputView], frozen=True, kw_only=True):
+class GoodputQuestion(PerRunQuestion[GoodputView], frozen=True, kw_only=True):
     """Where a run's time went: productive, waiting, lost, down; with GPU-hours and price."""
-
-    run_id: str
 
 
 class ForecastView(msgspec.Struct, frozen=True, kw_only=True):
@@ -912,10 +892,9 @@ class ForecastView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/forecast", tag="look back")
-class ForecastQuestion(Question[ForecastView], frozen=True, kw_only=True):
+class ForecastQuestion(PerRunQuestion[ForecastView], frozen=True, kw_only=True):
     """Forecast of the end, the final loss, and the distance to another run."""
 
-    run_id: str
     total_steps: int = 0
     """That are planned; 0: what the run itself says."""
     other: str = ""
@@ -933,10 +912,8 @@ class AnnotationView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/annotations", tag="look back")
-class AnnotationsQuestion(Question[tuple[AnnotationView, ...]], frozen=True, kw_only=True):
+class AnnotationsQuestion(PerRunQuestion[tuple[AnnotationView, ...]], frozen=True, kw_only=True):
     """What people wrote and the training announced, by step."""
-
-    run_id: str
 
 
 class AnnotationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -1023,12 +1000,10 @@ class RunVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/verdict", tag="look back")
-class VerdictQuestion(Question[RunVerdict], frozen=True, kw_only=True):
+class VerdictQuestion(PerRunQuestion[RunVerdict], frozen=True, kw_only=True):
     """State, cause, action, cost, precedent and the next command of a run."""
 
     has_findings: ClassVar[bool] = True
-
-    run_id: str
 
 
 class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
@@ -1059,12 +1034,10 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/incidents", tag="look back")
-class IncidentsQuestion(Question[tuple[IncidentView, ...]], frozen=True, kw_only=True):
+class IncidentsQuestion(PerRunQuestion[tuple[IncidentView, ...]], frozen=True, kw_only=True):
     """Incidents with their story, latest first."""
 
     has_findings: ClassVar[bool] = True
-
-    run_id: str
 
 
 class TableReply(msgspec.Struct, frozen=True, kw_only=True):

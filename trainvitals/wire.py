@@ -10,23 +10,15 @@ event. A reader ignores unknown header fields and columns; a later format versio
 error. Batches that are sent together are concatenated.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from functools import lru_cache
 
 import msgspec
 
-from trainvitals.errors import (
-    UNREADABLE,
-    DamagedBatchError,
-    FormatError,
-    NewerVersionError,
-    UsageError,
-)
+from trainvitals.errors import UNREADABLE, DamagedBatchError, FormatError, UsageError
 from trainvitals.identity import Identity
-from trainvitals.rows import FORMAT_VERSION, Schema
+from trainvitals.rows import FORMAT_VERSION, Schema, refuse_newer_version
 
 MAGIC = b"TVB2"
 PREFIX = struct.Struct("<4sIIIIqqq")
@@ -269,11 +261,7 @@ def _refuse_newer(head: bytes) -> None:
         version = msgspec.msgpack.decode(head, type=_Version).version
     except UNREADABLE as error:
         raise FormatError(f"the batch's header cannot be read: {error}") from error
-    if version > FORMAT_VERSION:
-        raise NewerVersionError(
-            f"batch has format version {version}; this program reads up to {FORMAT_VERSION}",
-            hint="upgrade this program: pip install -U trainvitals",
-        )
+    refuse_newer_version(version, "batch")
 
 
 def _check_writer(identity: Identity, schema: Schema) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self, TypeVar
 
 from trainvitals.errors import (
@@ -234,12 +234,7 @@ class ProgramStack:
         self._handlers = [(number, signal.signal(number, _raise_termination)) for number in signals]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         # A second Ctrl-C during the stop would leave programs running.
         now = [(number, signal.signal(number, signal.SIG_IGN)) for number in numbers]

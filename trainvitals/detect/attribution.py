@@ -12,8 +12,6 @@ Onsets are recorded when the steps arrive. A later search, on request, got half 
 by then most series that are out are a consequence.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, insort
 from collections import deque
@@ -373,7 +371,6 @@ _WRITES: tuple[tuple[str, float, Subject], ...] = (
     ("moment_written_ratio", 3, "optimizer"),
 )
 
-
 _Looked = tuple[_SeriesReference, float, bool] | tuple[_SeriesArrayReference, Floats, bool]
 """Checked series, its values, and whether it concerns speed; added at the end of the step."""
 
@@ -515,6 +512,9 @@ class OnsetTracker:
         self._lost_since: int | None = None
         """First of the steps in a row whose loss was non-finite and whose update was skipped."""
         self._durations: deque[float] = deque(maxlen=LAG)
+        self._out: list[_SeriesOutlier] = []
+        """Series that are out in the current step, except those of speed."""
+        self._looked: list[_Looked] = []
 
     @property
     def is_judging(self) -> bool:
@@ -537,40 +537,54 @@ class OnsetTracker:
         follows = (merged.attempt, merged.step - 1) == before
         if not follows and before[1] >= 0:  # a rollback or restart: no difference to the last step
             self._applied = None
-        out: list[_SeriesOutlier] = []
-        speed: list[_SeriesOutlier] = []
-        looked: list[_Looked] = []
-        out += self._find_setting_changes(merged)
-        lossy, zeds = self._judge_losses(merged, out, looked)
+        self._out, self._looked = [], []
+        out, looked = self._out, self._looked
+        self._find_setting_changes(merged)
+        lossy, zeds = self._judge_losses(merged)
         is_lost = any(each.series == "loss" and each.value is None for each in out)
         if not is_lost or not number(merged.run.get("skipped")):
             self._lost_since = None
         elif self._lost_since is None or not follows:
             self._lost_since = merged.step
-        self._judge_data_waits(merged, speed, looked)
+        speed = self._judge_data_waits(merged)
         if merged.layers:
-            self._judge_layer_rows(merged, out, looked, lossy=lossy, follows=follows)
+            self._judge_layer_rows(merged, lossy=lossy, follows=follows)
         elif not lossy and zeds > SIGMAS:
-            out.append(self._total_norm_outlier(merged, zeds))
-        rate = number(merged.run.get("learning_rate"))
-        self._applied = rate
+            total = number(merged.run.get("grad_norm"))
+            self._add_outlier(13.5, "gradients", "", "grad_norm", total, None, zeds)
+        self._applied = number(merged.run.get("learning_rate"))
         self._num_steps += 1
         if self._num_judged <= GUARD and any(course.is_judged for course, _, _ in looked):
             self._num_judged += 1
             if self._num_judged == GUARD + 1:
                 self._judged_from = self._key
-        is_old = self._num_judged <= GUARD and not any(each.sigmas is None for each in out)
+        is_guarded = self._num_judged <= GUARD
+        is_old = is_guarded and not any(each.sigmas is None for each in out)
         changed = self._update_episode(self._numbers, merged.attempt, out, is_old=is_old)
         self._attribute_loss_to_data(merged)
-        changed |= self._update_episode(
-            self._speed, merged.attempt, speed, is_old=self._num_judged <= GUARD
-        )
+        changed |= self._update_episode(self._speed, merged.attempt, speed, is_old=is_guarded)
         for course, values, is_of_speed in looked:
             is_quiet = (self._speed if is_of_speed else self._numbers).is_quiet
             if course is self._of_layers.get("grad_share"):
                 is_quiet = is_quiet and not self._has_share_moved
             course.add(values, merged.step, is_quiet=is_quiet)  # type: ignore[arg-type]
         return changed
+
+    def _add_outlier(
+        self,
+        order: float,
+        subject: Subject,
+        where: str,
+        series: str,
+        value: float | None = None,
+        usual: float | None = None,
+        sigmas: float | None = None,
+        *,
+        steps_back: int = 0,
+    ) -> None:
+        """Note a series that is out in the current step, or ``steps_back`` steps before it."""
+        step = self._key[1] - steps_back
+        self._out.append(_SeriesOutlier(step, order, subject, where, series, value, usual, sigmas))
 
     def _attribute_loss_to_data(self, merged: MergedStep) -> None:
         """Name the data once a loss that was out is back from one step to the next.
@@ -614,12 +628,7 @@ class OnsetTracker:
         return is_new
 
     def _sigmas_beyond_limit(
-        self,
-        name: str,
-        values: Floats,
-        looked: list[_Looked],
-        *,
-        of_layers: bool = False,
+        self, name: str, values: Floats, *, of_layers: bool = True
     ) -> tuple[Floats, Floats]:
         """Return the sigmas of a column's series that are out, and its middles; added later."""
         courses = self._of_layers if of_layers else self._courses
@@ -629,37 +638,24 @@ class OnsetTracker:
         course.grow_to(len(values))
         if len(values) < course.num:
             values = np.pad(values, (0, course.num - len(values)), constant_values=np.nan)
-        looked.append((course, values, False))
+        self._looked.append((course, values, False))
         return course.sigmas_beyond_limit(values)
 
     # ------------------------------------------------------------------------------- settings
 
-    def _find_setting_changes(self, merged: MergedStep) -> list[_SeriesOutlier]:
-        """Return deliberate jumps of the learning rate and of other settings."""
-        out: list[_SeriesOutlier] = []
+    def _find_setting_changes(self, merged: MergedStep) -> None:
+        """Note deliberate jumps of the learning rate and of other settings."""
         rate = number(merged.run.get("learning_rate"))
-        factor = number(merged.run.get("lr_factor")) or 1.0
-        requested_rate = None if rate is None else rate / factor
-        before, self._rate = (
-            self._rate,
-            requested_rate if requested_rate is not None else self._rate,
-        )
-        if requested_rate is not None:
-            peak = self._peak_rate
+        if rate is not None:
+            factor = number(merged.run.get("lr_factor")) or 1.0
+            before, requested_rate = self._rate, rate / factor
+            self._rate, peak = requested_rate, self._peak_rate
             # A schedule may return to an earlier rate, may fall in one step, and may be declared.
             is_declared = int(number(merged.run.get("verdict")) or 0) & RATE_DECLARED
-            is_jump = (
-                before is not None
-                and requested_rate > _SETTING * before
-                and requested_rate > 1.02 * peak
-            )
-            if (
-                is_jump
-                and not is_declared
-                and self._num_steps >= _WARM
-                and self._is_rare("learning_rate")
-            ):
-                out.append(_SeriesOutlier(merged.step, 0, "lr", "", "learning_rate", rate, before))
+            is_jump = before is not None and requested_rate > max(_SETTING * before, 1.02 * peak)
+            is_warm = self._num_steps >= _WARM
+            if is_jump and not is_declared and is_warm and self._is_rare("learning_rate"):
+                self._add_outlier(0, "lr", "", "learning_rate", rate, before)
             self._peak_rate = max(peak, requested_rate)
         for name in _SETTINGS:
             if name not in merged.run:
@@ -668,8 +664,7 @@ class OnsetTracker:
             is_known = name in self._settings
             before, self._settings[name] = self._settings.get(name), value
             if is_known and _is_deliberate_change(before, value) and self._is_rare(name):
-                out.append(_SeriesOutlier(merged.step, 0, "config", "", name, value, before))
-        return out
+                self._add_outlier(0, "config", "", name, value, before)
 
     def _is_rare(self, name: str) -> bool:
         """Return whether a setting has not jumped in the reference; record the current jump."""
@@ -678,14 +673,8 @@ class OnsetTracker:
 
     # ------------------------------------------------------------------------- losses and waits
 
-    def _judge_losses(
-        self,
-        merged: MergedStep,
-        out: list[_SeriesOutlier],
-        looked: list[_Looked],
-    ) -> tuple[bool, float]:
+    def _judge_losses(self, merged: MergedStep) -> tuple[bool, float]:
         """Return whether losses moved, and the sigmas of the total gradient norm."""
-        step = merged.step
         finite_losses = [v for v in merged.ranks.get("rank_loss", ()) if v is not None]
         if not finite_losses and (loss := merged.run.get("loss")) is not None:
             finite_losses = [loss]
@@ -696,43 +685,38 @@ class OnsetTracker:
             bad = [rank for rank, value in enumerate(finite_losses) if number(value) is None]
             where = f"rank:{bad[0]}" if len(bad) == 1 < len(finite_losses) else ""
             # A non-finite output comes first; without activations its origin would be unknown.
-            subject: Subject = "loss" if "activation_rms" in self._of_layers else "losses"
-            out.append(_SeriesOutlier(step, 7, subject, where, "loss"))
+            has_activations = "activation_rms" in self._of_layers
+            self._add_outlier(7, "loss" if has_activations else "losses", where, "loss")
         elif losses:
-            lossy = self._judge_finite_losses(step, losses, out, looked)
-        self._judge_rank_norms(merged, out, looked, lossy=lossy)
-        total = _log(number(merged.run.get("grad_norm")))
-        sigmas, _ = self._check_series("total", total, looked)
+            lossy = self._judge_finite_losses(losses)
+        self._judge_rank_norms(merged, lossy=lossy)
+        sigmas, _ = self._check_series("total", _log(number(merged.run.get("grad_norm"))))
         return lossy, sigmas
 
-    def _judge_finite_losses(
-        self, step: int, losses: Sequence[float], out: list[_SeriesOutlier], looked: list[_Looked]
-    ) -> bool:
+    def _judge_finite_losses(self, losses: Sequence[float]) -> bool:
         """Judge the ranks' finite losses; return whether a loss left its normal range."""
         mean = math.fsum(losses) / len(losses)
-        sigmas, middle = self._check_series("loss", mean, looked)
+        sigmas, middle = self._check_series("loss", mean)
         self._loss_height = (mean - middle, sigmas > 0.0)
         if sigmas > SIGMAS:
             # Damaged weights raise every rank's loss, as bad data do.
             subject: Subject = "data" if "weight_written_ratio" in self._peaks else "losses"
-            out.append(_SeriesOutlier(step, 10, subject, "", "loss", mean, middle, sigmas))
+            self._add_outlier(10, subject, "", "loss", mean, middle, sigmas)
         lossy = sigmas > SIGMAS / 2
         if 1 < len(losses) <= MOST_RANKS:
             others = _medians_of_others(losses)
-            zeds = self._check_rank_series("rank_loss", losses, others, looked)
+            zeds = self._check_rank_series("rank_loss", losses, others)
             top = max(range(len(zeds)), key=zeds.__getitem__)
             second = max((z for rank, z in enumerate(zeds) if rank != top), default=0.0)
             # If the others' loss is out as well, the data of one rank are not the problem.
-            common, _ = self._check_series("others", others[top], looked)
+            common, _ = self._check_series("others", others[top])
             if zeds[top] > SIGMAS and second < zeds[top] / 2 and common <= SIGMAS / 2:
                 numbers = (losses[top], others[top], zeds[top])
-                out.append(_SeriesOutlier(step, 9, "data", f"rank:{top}", "rank_loss", *numbers))
+                self._add_outlier(9, "data", f"rank:{top}", "rank_loss", *numbers)
             lossy |= zeds[top] > SIGMAS / 2
         return lossy
 
-    def _judge_rank_norms(
-        self, merged: MergedStep, out: list[_SeriesOutlier], looked: list[_Looked], *, lossy: bool
-    ) -> None:
+    def _judge_rank_norms(self, merged: MergedStep, *, lossy: bool) -> None:
         norms, ranks = finite(merged.ranks.get("rank_grad_norm"))
         if not 1 < len(norms) <= MOST_RANKS or len(norms) < len(merged.ranks["rank_grad_norm"]):
             return
@@ -740,53 +724,38 @@ class OnsetTracker:
             return
         logs = [math.log(norm) for norm in norms]
         others = _medians_of_others(logs)
-        zeds = self._check_rank_series("rank_grad_norm", logs, others, looked)
+        zeds = self._check_rank_series("rank_grad_norm", logs, others)
         top = max(range(len(zeds)), key=zeds.__getitem__)
         if zeds[top] > SIGMAS and not lossy:
             numbers = (norms[top], math.exp(others[top]), zeds[top])
-            where = f"rank:{ranks[top]}"
-            out.append(_SeriesOutlier(merged.step, 12.5, "rank", where, "rank_grad_norm", *numbers))
+            self._add_outlier(12.5, "rank", f"rank:{ranks[top]}", "rank_grad_norm", *numbers)
 
-    def _check_series(self, name: str, value: float, looked: list[_Looked]) -> tuple[float, float]:
+    def _check_series(self, name: str, value: float) -> tuple[float, float]:
         """Return a series' sigmas if it is out, otherwise 0, and its middle; added later."""
         course = self._series.get(name)
         if course is None:
             course = self._series[name] = _SeriesReference(_FLOORS[name.partition("/")[0]])
         sigmas = course.sigmas_beyond_limit(value)
-        looked.append((course, value, name == "data_wait_seconds"))
+        self._looked.append((course, value, name == "data_wait_seconds"))
         return sigmas, course.middle
 
     def _check_rank_series(
-        self,
-        name: str,
-        values: Sequence[float],
-        others: Sequence[float],
-        looked: list[_Looked],
+        self, name: str, values: Sequence[float], others: Sequence[float]
     ) -> Sequence[float]:
         """Return the sigmas of each rank's distance from the others, 0 if it is not out."""
         relative = [value - other for value, other in zip(values, others, strict=True)]
         if len(values) > _FEW_RANKS:
-            zeds, _ = self._sigmas_beyond_limit(name, np.array(relative), looked)
+            zeds, _ = self._sigmas_beyond_limit(name, np.array(relative), of_layers=False)
             return [float(z) for z in zeds[: len(values)]]
-        return [
-            self._check_series(f"{name}/{rank}", value, looked)[0]
-            for rank, value in enumerate(relative)
-        ]
+        return [self._check_series(f"{name}/{i}", value)[0] for i, value in enumerate(relative)]
 
-    def _total_norm_outlier(self, merged: MergedStep, sigmas: float) -> _SeriesOutlier:
-        """Return the total gradient norm of a step as an outlier."""
-        value = number(merged.run.get("grad_norm"))
-        return _SeriesOutlier(merged.step, 13.5, "gradients", "", "grad_norm", value, None, sigmas)
-
-    def _judge_data_waits(
-        self, merged: MergedStep, out: list[_SeriesOutlier], looked: list[_Looked]
-    ) -> None:
+    def _judge_data_waits(self, merged: MergedStep) -> list[_SeriesOutlier]:
         """Judge the longest wait of a rank for the data loader."""
         waits, ranks = finite(merged.ranks.get("data_wait_seconds"))
         if not waits:
-            return
+            return []
         wait = max(waits)
-        sigmas, middle = self._check_series("data_wait_seconds", _log(wait), looked)
+        sigmas, middle = self._check_series("data_wait_seconds", _log(wait))
         longest = step_seconds(merged)
         # A wait shorter than a step delays no rank.
         if sigmas > SIGMAS and self._durations and wait > _sorted_median(sorted(self._durations)):
@@ -794,23 +763,14 @@ class OnsetTracker:
             num = len(merged.ranks["data_wait_seconds"])
             where = f"rank:{late[0]}" if len(late) == 1 < num else ""
             numbers = (wait, math.exp(middle), sigmas)
-            out.append(
-                _SeriesOutlier(merged.step, 1, "loader", where, "data_wait_seconds", *numbers)
-            )
-        elif longest:
+            return [_SeriesOutlier(merged.step, 1, "loader", where, "data_wait_seconds", *numbers)]
+        if longest:
             self._durations.append(longest)
+        return []
 
     # ------------------------------------------------------------------------------- layers
 
-    def _judge_layer_rows(
-        self,
-        merged: MergedStep,
-        out: list[_SeriesOutlier],
-        looked: list[_Looked],
-        *,
-        lossy: bool,
-        follows: bool,
-    ) -> None:
+    def _judge_layer_rows(self, merged: MergedStep, *, lossy: bool, follows: bool) -> None:
         for name in merged.layers:
             if name not in self._known and len(self._names) < MOST_LAYERS:
                 self._known.add(name)
@@ -818,30 +778,19 @@ class OnsetTracker:
         rows, step = _LayerColumns(self._names, merged.layers), merged.step
         is_next = self._layers_at == (merged.attempt, step - 1) and follows
         self._layers_at = (merged.attempt, step)
-        self._judge_tensor_writes(rows, step, out, looked)
-        self._find_nonfinite_weights(rows, merged, out)
-        self._judge_weight_norms(rows, step, out, looked, is_next=is_next)
-        self._judge_activations(rows, step, out, looked)
-        norms = rows.column("grad_norm")
+        self._judge_tensor_writes(rows)
+        self._find_nonfinite_weights(rows, merged)
+        self._judge_weight_norms(rows, is_next=is_next)
+        self._judge_activations(rows)
         was_calm = is_next and not self._gradients_moved
-        self._gradients_moved = self._judge_layer_gradients(
-            rows, norms, step, out, looked, lossy=lossy
-        )
-        self._judge_update_norms(rows, step, out, looked, calm=was_calm)
+        self._gradients_moved = self._judge_layer_gradients(rows, lossy=lossy)
+        self._judge_update_norms(rows, calm=was_calm)
 
-    def _layer_outlier(
-        self, step: int, order: float, at: int, series: str, **numbers: float | None
-    ) -> _SeriesOutlier:
-        """Return a layer's series that is out in a step."""
-        return _SeriesOutlier(step, order, "layer", self._names[at], series, **numbers)
+    def _add_layer(self, order: float, at: int, series: str, *numbers: float | None) -> None:
+        """Note a layer's series that is out in this step."""
+        self._add_outlier(order, "layer", self._names[at], series, *numbers)
 
-    def _judge_tensor_writes(
-        self,
-        rows: _LayerColumns,
-        step: int,
-        out: list[_SeriesOutlier],
-        looked: list[_Looked],
-    ) -> None:
+    def _judge_tensor_writes(self, rows: _LayerColumns) -> None:
         """Judge writes to weights and optimizer states outside the optimizer step."""
         for name, order, subject in _WRITES:
             written = rows.column(name)
@@ -856,13 +805,11 @@ class OnsetTracker:
                 is_of_all = order == 3 and int(is_out.sum()) > max(1, len(written) // 2)
                 value = float(written[at]) if np.isfinite(written[at]) else None
                 where = "" if is_of_all else self._names[at]
-                out.append(_SeriesOutlier(step, order, subject, where, name, value, 0.0))
+                self._add_outlier(order, subject, where, name, value, 0.0)
             elif self._numbers.is_quiet:
                 peaks.add(written)
 
-    def _find_nonfinite_weights(
-        self, rows: _LayerColumns, merged: MergedStep, out: list[_SeriesOutlier]
-    ) -> None:
+    def _find_nonfinite_weights(self, rows: _LayerColumns, merged: MergedStep) -> None:
         """Name the layer whose weights the check after a bad step found to be non-finite.
 
         A skipped update changes nothing: the weights were so before the first bad loss of the row.
@@ -872,19 +819,11 @@ class OnsetTracker:
             return
         bad = np.flatnonzero(~np.isfinite(weights) & rows.has("weight_norm"))
         if len(bad):
-            step = merged.step if self._lost_since is None else self._lost_since
+            back = 0 if self._lost_since is None else merged.step - self._lost_since
             where = self._names[int(bad[0])] if len(bad) == 1 else ""
-            out.append(_SeriesOutlier(step, 4.4, "layer", where, "weight_norm"))
+            self._add_outlier(4.4, "layer", where, "weight_norm", steps_back=back)
 
-    def _judge_weight_norms(
-        self,
-        rows: _LayerColumns,
-        step: int,
-        out: list[_SeriesOutlier],
-        looked: list[_Looked],
-        *,
-        is_next: bool,
-    ) -> None:
+    def _judge_weight_norms(self, rows: _LayerColumns, *, is_next: bool) -> None:
         weights = rows.column("weight_norm")
         if weights is None:
             return
@@ -893,37 +832,25 @@ class OnsetTracker:
         turned = ~np.isfinite(weights[:num_both]) & np.isfinite(before[:num_both])
         turned &= rows.has("weight_norm")[:num_both]
         if turned.any():
-            out.append(self._layer_outlier(step, 5, int(np.argmax(turned)), "weight_norm"))
+            self._add_layer(5, int(np.argmax(turned)), "weight_norm")
         if not is_next:
             return
         moved = np.full(len(weights), np.nan)
         moved[:num_both] = _logarithm(weights[:num_both]) - _logarithm(before[:num_both])
-        z, _ = self._sigmas_beyond_limit("weight_norm", moved, looked, of_layers=True)
+        z, _ = self._sigmas_beyond_limit("weight_norm", moved)
         at = int(np.argmax(np.abs(z)))
         if abs(z[at]) > SIGMAS:
-            out.append(
-                self._layer_outlier(
-                    step, 4, at, "weight_norm", value=float(weights[at]), usual=float(before[at]),
-                    sigmas=float(abs(z[at])),
-                )
-            )  # fmt: skip
+            numbers = (float(weights[at]), float(before[at]), float(abs(z[at])))
+            self._add_layer(4, at, "weight_norm", *numbers)
 
-    def _judge_activations(
-        self,
-        rows: _LayerColumns,
-        step: int,
-        out: list[_SeriesOutlier],
-        looked: list[_Looked],
-    ) -> None:
+    def _judge_activations(self, rows: _LayerColumns) -> None:
         rms = rows.column("activation_rms")
         if rms is None:
             return
         bad = ~np.isfinite(rms) & rows.has("activation_rms")
         if bad.any():
-            out.append(self._layer_outlier(step, 6, int(np.argmax(bad)), "activation_rms"))
-        z, middle = self._sigmas_beyond_limit(
-            "activation_rms", _logarithm(rms), looked, of_layers=True
-        )
+            self._add_layer(6, int(np.argmax(bad)), "activation_rms")
+        z, middle = self._sigmas_beyond_limit("activation_rms", _logarithm(rms))
         far = np.abs(z)
         if far.max() <= SIGMAS:
             return
@@ -933,19 +860,11 @@ class OnsetTracker:
         subject: Subject = "data" if at == first else "layer"
         where = "" if at == first else self._names[at]
         numbers = (float(rms[at]), float(math.exp(middle[at])), float(far[at]))
-        out.append(_SeriesOutlier(step, 11, subject, where, "activation_rms", *numbers))
+        self._add_outlier(11, subject, where, "activation_rms", *numbers)
 
-    def _judge_layer_gradients(
-        self,
-        rows: _LayerColumns,
-        norms: Floats | None,
-        step: int,
-        out: list[_SeriesOutlier],
-        looked: list[_Looked],
-        *,
-        lossy: bool,
-    ) -> bool:
+    def _judge_layer_gradients(self, rows: _LayerColumns, *, lossy: bool) -> bool:
         """Return whether any layer's gradient norm left its normal range."""
+        norms = rows.column("grad_norm")
         if norms is None:
             return False
         has_row = rows.has("grad_norm")
@@ -956,53 +875,32 @@ class OnsetTracker:
             finite_at = np.flatnonzero(has_row & ~bad)
             is_between = len(finite_at) == 1 and bad[finite_at[0] + 1 :].any()
             if is_between and bad.sum() >= LEAST_LAYERS - 1:
-                out.append(self._layer_outlier(step, 4.5, int(finite_at[0]), INFERRED_WEIGHTS))
+                self._add_layer(4.5, int(finite_at[0]), INFERRED_WEIGHTS)
             else:
-                out.append(self._layer_outlier(step, 8, int(np.flatnonzero(bad)[-1]), "grad_norm"))
+                self._add_layer(8, int(np.flatnonzero(bad)[-1]), "grad_norm")
         before = np.zeros(len(norms), dtype=np.bool_)
         before[: len(self._had_gradient)] = self._had_gradient
         is_zero = (norms == 0.0) & before
         if is_zero.any() and not (norms[np.isfinite(norms)] == 0.0).all():
-            out.append(
-                self._layer_outlier(
-                    step, 12, int(np.argmax(is_zero)), "grad_norm", value=0.0, usual=None
-                )
-            )
+            self._add_layer(12, int(np.argmax(is_zero)), "grad_norm", 0.0)
         self._had_gradient = norms > 0.0
-        z, middle = self._sigmas_beyond_limit(
-            "grad_norm", _logarithm(norms), looked, of_layers=True
-        )
+        z, middle = self._sigmas_beyond_limit("grad_norm", _logarithm(norms))
         at = int(np.argmax(z))
-        self._judge_gradient_shares(
-            norms, _logarithm(norms) - middle[: len(norms)], step, out, looked, lossy
-        )
+        self._judge_gradient_shares(norms, _logarithm(norms) - middle[: len(norms)], lossy)
         if z[at] > SIGMAS and not lossy:
             numbers = (float(norms[at]), float(math.exp(middle[at])), float(z[at]))
             if int((z > SIGMAS / 2).sum()) <= max(1, len(norms) // 3):
-                out.append(
-                    _SeriesOutlier(step, 13, "layer", self._names[at], "grad_norm", *numbers)
-                )
+                self._add_layer(13, at, "grad_norm", *numbers)
             else:
-                out.append(_SeriesOutlier(step, 13, "gradients", "", "grad_norm", *numbers))
+                self._add_outlier(13, "gradients", "", "grad_norm", *numbers)
         return bool(z.max() >= SIGMAS / 2)
 
-    def _judge_gradient_shares(
-        self,
-        norms: Floats,
-        away: Floats,
-        step: int,
-        out: list[_SeriesOutlier],
-        looked: list[_Looked],
-        lossy: bool,
-    ) -> None:
+    def _judge_gradient_shares(self, norms: Floats, away: Floats, lossy: bool) -> None:
         """Judge each layer's gradient norm relative to the other layers: what all share cancels.
 
         Args:
             norms: gradient norm of each layer.
             away: logarithm of each norm, less its usual value.
-            step: the step.
-            out: gets the series that are out.
-            looked: gets the judged series.
             lossy: whether the loss is out, so that a larger gradient is an effect.
         """
         at = np.flatnonzero(np.isfinite(norms) & (norms > 0.0))
@@ -1011,7 +909,7 @@ class OnsetTracker:
         logs = np.log(norms[at])
         shares = np.full(len(norms), np.nan)
         shares[at] = logs - np.array(_medians_of_others(logs.tolist()))
-        z, middle = self._sigmas_beyond_limit("grad_share", shares, looked, of_layers=True)
+        z, middle = self._sigmas_beyond_limit("grad_share", shares)
         moved = (z[: len(norms)] != 0.0) & (np.abs(shares - middle[: len(norms)]) > _SHIFT)
         self._has_share_moved = bool(moved.any())
         if not moved.any():
@@ -1022,23 +920,12 @@ class OnsetTracker:
         common = float(np.median(rest)) if len(rest) else 0.0
         if moved[low] and common > _SHIFT and rest.min() > common / 2 > abs(away[low]):
             numbers = (math.exp(common), 1.0, float(abs(z[low])))
-            out.append(
-                _SeriesOutlier(step, 4.5, "layer", self._names[low], INFERRED_WEIGHTS, *numbers)
-            )
+            self._add_layer(4.5, low, INFERRED_WEIGHTS, *numbers)
         elif moved.sum() == 1 and z[high] > SIGMAS and not lossy and away[high] > _SHIFT:
             usual = float(math.exp(math.log(norms[high]) - away[high]))
-            numbers = (float(norms[high]), usual, float(z[high]))
-            out.append(_SeriesOutlier(step, 13, "layer", self._names[high], "grad_norm", *numbers))
+            self._add_layer(13, high, "grad_norm", float(norms[high]), usual, float(z[high]))
 
-    def _judge_update_norms(
-        self,
-        rows: _LayerColumns,
-        step: int,
-        out: list[_SeriesOutlier],
-        looked: list[_Looked],
-        *,
-        calm: bool,
-    ) -> None:
+    def _judge_update_norms(self, rows: _LayerColumns, *, calm: bool) -> None:
         """Judge the update that led to this step: it belongs to the previous step.
 
         ``calm``: the gradients of that step were normal, so they did not cause it.
@@ -1047,18 +934,16 @@ class OnsetTracker:
         if updates is None or not self._applied:
             return
         logs = _logarithm(updates) - math.log(abs(self._applied))
-        z, middle = self._sigmas_beyond_limit("update_norm", logs, looked, of_layers=True)
+        z, middle = self._sigmas_beyond_limit("update_norm", logs)
         at = int(np.argmax(z))
         if z[at] <= SIGMAS or not calm:
             return
         usual = float(math.exp(middle[at]) * abs(self._applied))
         numbers = (float(updates[at]), usual, float(z[at]))
-        if int((z > SIGMAS / 2).sum()) <= max(1, int(np.isfinite(logs).sum()) // 3):
-            out.append(
-                _SeriesOutlier(step - 1, 14, "optimizer", self._names[at], "update_norm", *numbers)
-            )
-        else:
-            out.append(_SeriesOutlier(step - 1, 14, "lr", "", "update_norm", *numbers))
+        is_of_few = int((z > SIGMAS / 2).sum()) <= max(1, int(np.isfinite(logs).sum()) // 3)
+        subject: Subject = "optimizer" if is_of_few else "lr"
+        where = self._names[at] if is_of_few else ""
+        self._add_outlier(14, subject, where, "update_norm", *numbers, steps_back=1)
 
 
 def _logarithm(values: Floats) -> Floats:
@@ -1130,16 +1015,3 @@ def find_origin_onset(
     lasting = [onset for onset in near if onset.is_lasting]
     first = min(turned + lasting if turned else near, key=lambda onset: onset.step, default=None)
     return None if first is None or first.is_old else first
-
-
-__all__ = [
-    "GUARD",
-    "INFERRED_WEIGHTS",
-    "LAG",
-    "REFERENCE",
-    "WINDOW",
-    "Next",
-    "Onset",
-    "OnsetTracker",
-    "find_origin_onset",
-]

@@ -9,8 +9,6 @@ only after minutes.
 Pure: the observations of the agents go in, a verdict comes out; no clock or process is read here.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -123,10 +121,7 @@ class WaitHistory:
 
 
 def judge_hang(
-    ranks: Sequence[RankActivity],
-    limits: HangLimits,
-    *,
-    world_size: int,
+    ranks: Sequence[RankActivity], limits: HangLimits, *, world_size: int
 ) -> HangVerdict | None:
     """Return the blocking ranks; None if there is no problem, or no evidence.
 
@@ -215,10 +210,7 @@ class _HangJudge:
     """The checks of ``judge_hang``, over one observation of the ranks."""
 
     def __init__(
-        self,
-        ranks: Sequence[RankActivity],
-        living: Sequence[RankActivity],
-        limits: HangLimits,
+        self, ranks: Sequence[RankActivity], living: Sequence[RankActivity], limits: HangLimits
     ) -> None:
         self._ranks = ranks
         self._living = living

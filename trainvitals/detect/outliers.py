@@ -13,8 +13,6 @@ data. All arithmetic here is float64 in a fixed order, so that every rank, the c
 replay get the same bits.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from bisect import bisect_left, insort
@@ -26,6 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from trainvitals.config import AboveOne, AboveZero, AtLeastOne, Settings
+from trainvitals.detect.reporter import Reporter
 from trainvitals.records import Finding, StepRecord
 from trainvitals.stateful import Stateful, StatefulRow
 from trainvitals.units import humanize_count, name_ranks
@@ -110,13 +109,11 @@ class RobustWindow(StatefulRow):
         return self._sorted[-1 - int(len(self._sorted) * fraction)]
 
 
-class Detector(Stateful):
-    """Judges one step after another. Reads no clock, no random number, never raises on data.
+class Detector(Reporter):
+    """Judges one step after another.
 
     Every rank, the collector and a replay run it on the same records and get the same findings.
     """
-
-    name: str
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
         """Add one step and return the findings about it. Steps come in order."""
@@ -174,19 +171,22 @@ class NonFiniteDetector(Detector):
         excused = record.overflow and not bad_loss and self._overflows <= MAX_OVERFLOWS
         if not (bad_loss or bad_norm or record.nonfinite_params or record.failed_ranks):
             return ()
-        findings = []
+        findings: tuple[Finding, ...] = ()
         if record.nonfinite_params:
-            findings.append(self._nonfinite_params_finding(record))
+            findings += self._nonfinite_params_findings(record)
         if (bad_loss or bad_norm) and not excused:
-            findings.append(self._nonfinite_finding(record, bad_loss=bad_loss))
+            findings += self._nonfinite_findings(record, bad_loss=bad_loss)
         if record.failed_ranks:
-            findings.append(self._rank_failed_finding(record))
-        return tuple(findings)
+            ranks = record.failed_ranks
+            reason = f"{name_ranks(ranks)} could not measure the step"
+            rank = ranks[0] if len(ranks) == 1 else -1
+            findings += self._report(record.step, reason, kind="rank_failed", rank=rank)
+        return findings
 
     def rebaseline(self, steps: int = 0) -> None:
         """Do nothing: a planned change does not make non-finite numbers normal."""
 
-    def _nonfinite_finding(self, record: StepRecord, *, bad_loss: bool) -> Finding:
+    def _nonfinite_findings(self, record: StepRecord, *, bad_loss: bool) -> tuple[Finding, ...]:
         ranks = record.nonfinite_ranks
         what = f"loss is {record.loss}" if bad_loss else f"gradient norm is {record.grad_norm}"
         if not bad_loss and record.grad_norm is not None and math.isfinite(record.grad_norm):
@@ -194,44 +194,26 @@ class NonFiniteDetector(Detector):
         where = f" on {name_ranks(ranks)}" if ranks else ""
         if record.overflow and not bad_loss:
             what = f"{what} for more than {MAX_OVERFLOWS} steps in a row at every loss scale"
-        return Finding(
-            kind="nonfinite",
+        return self._report(
+            record.step,
+            what + where,
             level="actionable",
-            step=record.step,
-            detector=self.name,
-            reason=what + where,
             rank=ranks[0] if len(ranks) == 1 else -1,
             value=record.loss if bad_loss else record.grad_norm,
-            onset_step=record.step,
             cause="nonfinite_loss" if bad_loss else "nonfinite_gradient",
         )
 
-    def _nonfinite_params_finding(self, record: StepRecord) -> Finding:
-        ranks = record.nonfinite_ranks
-        num_ranks = humanize_count(record.nonfinite_params, "rank")
-        return Finding(
-            kind="nonfinite_params",
+    def _nonfinite_params_findings(self, record: StepRecord) -> tuple[Finding, ...]:
+        ranks, num = record.nonfinite_ranks, record.nonfinite_params
+        reason = f"parameters are non-finite on {humanize_count(num, 'rank')}"
+        rank = ranks[0] if len(ranks) == 1 == num else -1
+        return self._report(
+            record.step,
+            reason,
             level="actionable",
-            step=record.step,
-            detector=self.name,
-            reason=f"parameters are non-finite on {num_ranks}",
-            rank=ranks[0] if len(ranks) == 1 == record.nonfinite_params else -1,
-            value=float(record.nonfinite_params),
-            onset_step=record.step,
-            cause="nonfinite_params",
-        )
-
-    def _rank_failed_finding(self, record: StepRecord) -> Finding:
-        ranks = record.failed_ranks
-        return Finding(
-            kind="rank_failed",
-            level="advisory",
-            step=record.step,
-            detector=self.name,
-            reason=f"{name_ranks(ranks)} could not measure the step",
-            rank=ranks[0] if len(ranks) == 1 else -1,
-            onset_step=record.step,
-            cause="rank_failed",
+            kind="nonfinite_params",
+            rank=rank,
+            value=float(num),
         )
 
 
@@ -373,28 +355,20 @@ class OutlierRule(Detector):
         return spikes
 
     def _spike_findings(self, record: StepRecord) -> tuple[Finding, ...]:
-        spikes = []
+        spikes: tuple[Finding, ...] = ()
         for metric, label, value, limit in (
             ("loss", "loss", record.loss, record.loss_limit),
             ("grad_norm", "gradient norm", record.grad_norm, record.grad_norm_limit),
         ):
             if value is None or limit is None or not limit < value < math.inf:
                 continue
-            spikes.append(
-                Finding(
-                    kind="spike",
-                    level="actionable",
-                    step=record.step,
-                    detector=self.name,
-                    reason=f"{label} {value:.4g} is above its limit {limit:.4g}",
-                    rank=self._find_outlier_rank(record) if metric == "loss" else -1,
-                    value=value,
-                    limit=limit,
-                    onset_step=record.step,
-                    cause=f"{metric}_outlier",
-                )
-            )
-        return tuple(spikes)
+            reason = f"{label} {value:.4g} is above its limit {limit:.4g}"
+            rank = self._find_outlier_rank(record) if metric == "loss" else -1
+            spikes += self._report(
+                record.step, reason, level="actionable", kind="spike", cause=f"{metric}_outlier",
+                rank=rank, value=value, limit=limit,
+            )  # fmt: skip
+        return spikes
 
     def _find_outlier_rank(self, record: StepRecord) -> int:
         """Return the rank whose own loss makes the mean an outlier; -1 if no rank stands out.

@@ -1,7 +1,5 @@
 """The wrong one of several replicas: found by a vote of the ranks, or by a replay. Pure."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

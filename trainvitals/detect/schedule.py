@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
+from trainvitals.detect.reporter import make_finding
 from trainvitals.errors import UsageError
 from trainvitals.records import Finding
 from trainvitals.stateful import Stateful, state_row
@@ -190,16 +191,9 @@ class ScheduleFollower(Stateful):
         self._on = True
         _, rate, band = off[0]
         expected = min(max(rate, band.low), band.high)  # the nearer end of the band
-        return Finding(
-            kind="schedule",
-            level="advisory",
-            step=step,
-            detector="schedule",
-            reason=self._departure_text(step, off),
-            value=rate,
-            limit=expected,
-            onset_step=self._since,
-            cause="schedule",
+        reason = self._departure_text(step, off)
+        return make_finding(
+            "schedule", step, reason, value=rate, limit=expected, onset_step=self._since
         )
 
     def _departure_text(self, step: int, off: Sequence[tuple[int, float, RateBand]]) -> str:

@@ -9,8 +9,6 @@ These rules only report. Whether an update is skipped is decided by the escalati
 limits of its own.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import deque
@@ -344,7 +342,7 @@ class SpikeDetector(Detector):
             silent = self._record_single_outlier(math.log((value - course) / (limit - course)))
             if len(self._held) >= self._config.accept_after:
                 self._adopt_level(self._held)
-            return () if silent else (self._spike(record, value, limit, record.step),)
+            return () if silent else self._spike(record, value, limit, record.step)
         self._held.clear()
         if clean:
             self._push_trend(value)
@@ -385,11 +383,11 @@ class SpikeDetector(Detector):
         silent = self._record_single_outlier(distance)
         self._silent = silent = self._record_report() or silent or self._is_known(logarithm)
         shift = self._accept_if_steady(record)
-        if silent:
-            return shift
-        return (self._spike(record, value, limit, onset), *shift)
+        return shift if silent else self._spike(record, value, limit, onset) + shift
 
-    def _spike(self, record: StepRecord, value: float, limit: float, onset: int) -> Finding:
+    def _spike(
+        self, record: StepRecord, value: float, limit: float, onset: int
+    ) -> tuple[Finding, ...]:
         label = "loss" if self.metric == "loss" else "gradient norm"
         more = ""
         if self._recurring_told == self._clock:
@@ -398,17 +396,10 @@ class SpikeDetector(Detector):
                 f"; such single spikes recur ({num} in {self._clock - first + 1} steps) and are "
                 "no longer reported up to 1.5x the highest"
             )
-        return Finding(
-            kind="spike",
-            level="advisory",
-            step=record.step,
-            detector=self.name,
-            reason=f"{label} {value:.4g} is above its limit {limit:.4g}{more}",
-            value=value,
-            limit=limit,
-            onset_step=onset,
-            cause=f"{self.metric}_outlier",
-        )
+        return self._report(
+            record.step, f"{label} {value:.4g} is above its limit {limit:.4g}{more}", kind="spike",
+            cause=f"{self.metric}_outlier", value=value, limit=limit, onset_step=onset,
+        )  # fmt: skip
 
     def _judge_evidence(
         self,
@@ -433,7 +424,7 @@ class SpikeDetector(Detector):
         findings: tuple[Finding, ...] = ()
         if self._is_burst(beyond):
             self._silent = self._record_report() or self._is_known(logarithm)
-            findings = () if self._silent else (self._burst_finding(record, value),)
+            findings = () if self._silent else self._burst_findings(record, value)
         return findings + self._accept_if_steady(record)
 
     def _is_burst(self, beyond: float) -> bool:
@@ -447,21 +438,18 @@ class SpikeDetector(Detector):
             return False
         return height >= max(math.log(_TOGETHER), _OF_HIGHER * self._highest)
 
-    def _burst_finding(self, record: StepRecord, value: float) -> Finding:
+    def _burst_findings(self, record: StepRecord, value: float) -> tuple[Finding, ...]:
         course = self._course.median()
         ratio = math.exp(self._height / self._num)
-        return Finding(
-            kind="spike",
-            level="advisory",
-            step=record.step,
-            detector=self.name,
-            reason=f"the loss has been high since step {self._onset}: {self._num} steps average "
-            f"{ratio:.3g}x its usual {course:.4g}; the last is {value:.4g}",
-            value=value,
-            limit=course * math.exp(self._middle + _ALLOWANCE * self._sigma),
-            onset_step=self._onset,
-            cause=f"{self.metric}_burst",
+        limit = course * math.exp(self._middle + _ALLOWANCE * self._sigma)
+        reason = (
+            f"the loss has been high since step {self._onset}: {self._num} steps average "
+            f"{ratio:.3g}x its usual {course:.4g}; the last is {value:.4g}"
         )
+        return self._report(
+            record.step, reason, kind="spike", cause=f"{self.metric}_burst", value=value,
+            limit=limit, onset_step=self._onset,
+        )  # fmt: skip
 
     def _end_evidence(self, value: float, logarithm: float, distance: float, clean: bool) -> None:
         """End evidence without a report, or a reported episode, and continue from here."""
@@ -554,9 +542,8 @@ class SpikeDetector(Detector):
         steady = bottom > 0.0 and high <= low * _STEADY_RATIO and top <= widest * bottom
         high = self._middle + _ALLOWANCE * self._sigma
         if low > 0.0 and math.log(newer.median() / self._course.median()) < high:
-            self._adopt_level(
-                outliers[-num:]
-            )  # it has come back: the trend is at its current values
+            # It has come back: the trend is at its current values.
+            self._adopt_level(outliers[-num:])
             self._accepted = []
             return ()
         # Values that still fall are returning, and not a level.
@@ -571,18 +558,11 @@ class SpikeDetector(Detector):
         self._adopt_level(outliers[-num:])
         if not was_told:
             return ()
-        shift = Finding(
-            kind="level_shift",
-            level="advisory",
-            step=record.step,
-            detector=self.name,
-            reason=f"{num} high steps in a row around {level:.4g}: accepted as the new level",
-            value=level,
-            limit=course,
-            onset_step=onset,
-            cause=f"{self.metric}_level_shift",
-        )
-        return (shift,)
+        reason = f"{num} high steps in a row around {level:.4g}: accepted as the new level"
+        return self._report(
+            record.step, reason, kind="level_shift", cause=f"{self.metric}_level_shift",
+            value=level, limit=course, onset_step=onset,
+        )  # fmt: skip
 
     def _adopt_level(self, values: list[float]) -> None:
         """Make these values the trend from now on; the spread around it stays."""
@@ -760,20 +740,14 @@ class BurstDetector(Detector):
         if not before and self._record_burst(math.log(norm / usual)):
             self._told = 2
             return ()
-        finding = Finding(
-            kind="grad_explosion",
-            level="advisory",
-            step=record.step,
-            detector=self.name,
-            reason=f"the gradient norm has been rising since step {self._onset}: {norm:.4g} is "
-            f"{norm / usual:.3g}x its median {usual:.4g}",
-            value=norm,
-            limit=usual,
-            onset_step=self._onset,
-            cause="grad_norm_burst",
-            severity="notify" if is_notable else "log",
+        reason = (
+            f"the gradient norm has been rising since step {self._onset}: {norm:.4g} is "
+            f"{norm / usual:.3g}x its median {usual:.4g}"
         )
-        return (finding,)
+        return self._report(
+            record.step, reason, kind="grad_explosion", cause="grad_norm_burst", value=norm,
+            limit=usual, onset_step=self._onset, severity="notify" if is_notable else "log",
+        )  # fmt: skip
 
     def _record_burst(self, distance: float) -> bool:
         """Record a burst; return whether bursts like it keep recurring."""

@@ -12,8 +12,6 @@ Both end as findings of the kind ``user_alert`` whose cause is the alert's name:
 handled like the alerts of Vitals. Pure: reads no clock, and sees one value after the other.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import operator
@@ -27,6 +25,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 from msgspec.structs import replace
 
+from trainvitals.detect.reporter import make_finding
 from trainvitals.errors import ConfigError, UsageError
 from trainvitals.records import Finding, Severity
 from trainvitals.stateful import Stateful
@@ -319,20 +318,14 @@ class WatchedRule(Stateful):
         """Return the finding about a rule that holds."""
         condition = self.condition
         since = f" since step {self._since}" if self._since < step else ""
-        return Finding(
-            kind=KIND,
-            level="advisory",
-            step=step,
-            detector="rule",
-            reason=f"{self.rule.name}: {condition.measure} is {self.value:.4g}, "
-            f"{_WORDS[condition.operator]} {condition.limit:g}{since}",
-            rank=rank,
-            value=self.value,
-            limit=condition.limit,
-            onset_step=self._since,
-            cause=self.rule.name,
-            severity=self.rule.level,
+        reason = (
+            f"{self.rule.name}: {condition.measure} is {self.value:.4g}, "
+            f"{_WORDS[condition.operator]} {condition.limit:g}{since}"
         )
+        return make_finding(
+            "rule", step, reason, kind=KIND, rank=rank, value=self.value, limit=condition.limit,
+            onset_step=self._since, cause=self.rule.name, severity=self.rule.level,
+        )  # fmt: skip
 
 
 def _mean(values: Sequence[float], _steps: Sequence[int]) -> float:

@@ -15,7 +15,6 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -37,13 +36,7 @@ from trainvitals.errors import (
 from trainvitals.io.control_key import sign_manual_command
 from trainvitals.io.private import open_private
 from trainvitals.io.segments import read_fd
-from trainvitals.io.server_identity import (
-    UNIX,
-    TlsTrust,
-    not_connected,
-    parse_url,
-    tls_context,
-)
+from trainvitals.io.server_identity import UNIX, TlsTrust, not_connected, parse_url, tls_context
 from trainvitals.io.setting_paths import collector_urls, default_data_dir
 from trainvitals.jsonable import from_json
 from trainvitals.question import Question, build_http_request
@@ -231,9 +224,8 @@ class CollectorClient:
     def ask(self, question: Question[A]) -> A:
         """Return the collector's response."""
         request = build_http_request(question)
-        how = (
-            {"params": request.params} if request.body is None else _json_body_kwargs(request.body)
-        )
+        body = request.body
+        how = {"params": request.params} if body is None else _json_body_kwargs(body)
         answer: A = self._send_and_decode(request.answer, request.method, request.path, **how)
         return answer
 
@@ -241,29 +233,19 @@ class CollectorClient:
 
     def annotate(self, run_id: str, request: AnnotationRequest) -> AnnotationView:
         """Write a note at a step; it is shown on the curves and stored forever."""
-        path = _url_path("runs", run_id, "annotations")
-        return self._send_and_decode(
-            AnnotationView, "POST", path, **_json_body_kwargs(msgspec.json.encode(request))
-        )
+        return self._post(AnnotationView, request, "runs", run_id, "annotations")
 
     def ack_alert(self, fingerprint: str, request: AckRequest) -> AlertView:
         """Acknowledge an alert, or silence it if ``silence_seconds`` is given."""
-        path = _url_path("alerts", fingerprint, "ack")
-        return self._send_and_decode(
-            AlertView, "POST", path, **_json_body_kwargs(msgspec.json.encode(request))
-        )
+        return self._post(AlertView, request, "alerts", fingerprint, "ack")
 
     def silence(self, request: SilenceRequest) -> SilenceView:
         """Silence all alerts that fit the matchers."""
-        body = _json_body_kwargs(msgspec.json.encode(request))
-        return self._send_and_decode(SilenceView, "POST", _url_path("silences"), **body)
+        return self._post(SilenceView, request, "silences")
 
     def end_silence(self, silence_id: int, request: EndSilenceRequest) -> SilenceView:
         """End a silence early."""
-        body = _json_body_kwargs(msgspec.json.encode(request))
-        return self._send_and_decode(
-            SilenceView, "POST", _url_path("silences", str(silence_id), "end"), **body
-        )
+        return self._post(SilenceView, request, "silences", str(silence_id), "end")
 
     def send_command(
         self, run_id: str, request: CommandRequest, *, issued_by: str, keys: Path
@@ -282,10 +264,7 @@ class CollectorClient:
         command = sign_manual_command(
             request.command(run_id, issued_by=issued_by, now_unix_ns=now, after=newest), keys
         )
-        path = _url_path("runs", run_id, "commands")
-        return self._send_and_decode(
-            CommandView, "POST", path, **_json_body_kwargs(msgspec.json.encode(command))
-        )
+        return self._post(CommandView, command, "runs", run_id, "commands")
 
     # ---------------------------------------------------------------------------- plumbing
 
@@ -296,13 +275,13 @@ class CollectorClient:
     def __enter__(self) -> "CollectorClient":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _post(self, answer: type[T], body: msgspec.Struct, *path: str) -> T:
+        """Send a struct as JSON, and return the decoded response."""
+        how = _json_body_kwargs(msgspec.json.encode(body))
+        return self._send_and_decode(answer, "POST", _url_path(*path), **how)
 
     def _send_and_decode(self, answer: type[T], method: str, path: str, **how: Any) -> T:
         """Send a request to the collector, and return the decoded response."""

@@ -8,7 +8,6 @@ the agents and runs with ``control.pub`` can create a command, or change one in 
 """
 
 import contextlib
-import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from trainvitals.errors import FormatError, MissingDependencyError, StorageError, UnauthorizedError
-from trainvitals.io.private import open_private
+from trainvitals.errors import MissingDependencyError, StorageError, UnauthorizedError
+from trainvitals.io.private import decode_key, open_private, write_new_private
 from trainvitals.io.segments import read_fd
 from trainvitals.io.setting_paths import collector_folder, default_data_dir
 from trainvitals.records import Command
@@ -56,12 +55,12 @@ def make_control_key(folder: Path) -> None:
         return
     try:
         with contextlib.suppress(FileExistsError):
-            _write_key_file(folder / SECRET_FILE, secrets.token_bytes(_BYTES))
+            write_new_private(folder / SECRET_FILE, _key_line(secrets.token_bytes(_BYTES)))
         secret = _read_key_file(folder / SECRET_FILE)
         key = _ed25519().Ed25519PrivateKey.from_private_bytes(secret)
         public = key.public_key().public_bytes_raw()
         with contextlib.suppress(FileExistsError):
-            _write_key_file(folder / PUBLIC_FILE, public)
+            write_new_private(folder / PUBLIC_FILE, _key_line(public))
     except OSError as error:
         raise StorageError(
             f"{folder}: the control key cannot be created: {error.strerror}"
@@ -157,23 +156,10 @@ def _encode_signed_fields(command: Command) -> bytes:
     return _CONTEXT + msgspec.msgpack.encode(signed_fields, order="sorted")
 
 
-def _write_key_file(path: Path, raw: bytes) -> None:
-    fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        os.write(fd, raw.hex().encode() + b"\n")
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _key_line(raw: bytes) -> bytes:
+    return raw.hex().encode() + b"\n"
 
 
 def _read_key_file(path: Path) -> bytes:
-    try:
-        raw = bytes.fromhex(read_fd(open_private(path)).decode("ascii").strip())
-    except ValueError:
-        raw = b""
-    if len(raw) != _BYTES:
-        raise FormatError(
-            f"{path} must hold {2 * _BYTES} hexadecimal characters",
-            hint="copy it again from the collector's data folder",
-        )
-    return raw
+    hint = "copy it again from the collector's data folder"
+    return decode_key(read_fd(open_private(path)), path, _BYTES, hint)

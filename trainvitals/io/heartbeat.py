@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from trainvitals.errors import UNREADABLE, FormatError, NewerVersionError, UsageError
+from trainvitals.errors import UNREADABLE, FormatError, UsageError
 from trainvitals.io.private import is_memory_backed, open_private
 from trainvitals.io.segments import read_bytes
 from trainvitals.records import Heartbeat
-from trainvitals.rows import FORMAT_VERSION
+from trainvitals.rows import FORMAT_VERSION, refuse_newer_version
 
 MAGIC = b"TVH1"
 HEARTBEAT_BYTES = 4096
@@ -100,11 +100,7 @@ def read_heartbeat(directory: Path) -> Heartbeat:
     magic, version, beat, size, crc = _HEAD.unpack_from(raw)
     if magic != MAGIC:
         raise FormatError(f"{path} is not a heartbeat: it begins with {magic!r}")
-    if version > FORMAT_VERSION:
-        raise NewerVersionError(
-            f"{path} has format version {version}; this program reads up to {FORMAT_VERSION}",
-            hint="upgrade this program: pip install -U trainvitals",
-        )
+    refuse_newer_version(version, path)
     body = raw[_HEAD.size : _HEAD.size + size]
     if len(body) != size or zlib.crc32(body, zlib.crc32(_COVERED.pack(beat, size))) != crc:
         raise FormatError(f"{path}: the heartbeat is torn or damaged")

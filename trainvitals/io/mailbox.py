@@ -16,23 +16,15 @@ import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
 from trainvitals.clock import Clock
-from trainvitals.errors import (
-    UNREADABLE,
-    FormatError,
-    NewerVersionError,
-    UnauthorizedError,
-    UsageError,
-    VitalsError,
-)
+from trainvitals.errors import UNREADABLE, FormatError, UnauthorizedError, UsageError, VitalsError
 from trainvitals.io.control_key import verify_manual_command
 from trainvitals.io.private import open_private
 from trainvitals.records import Command, CommandAck
-from trainvitals.rows import FORMAT_VERSION
+from trainvitals.rows import FORMAT_VERSION, refuse_newer_version
 
 MAGIC = b"TVM1"
 MAILBOX_BYTES = 4096
@@ -91,11 +83,8 @@ class Mailbox:
         if magic == MAGIC and version == FORMAT_VERSION:
             return box
         box.close()
-        if magic == MAGIC and version > FORMAT_VERSION:
-            raise NewerVersionError(
-                f"{path} has format version {version}; this program reads up to {FORMAT_VERSION}",
-                hint="upgrade this program: pip install -U trainvitals",
-            )
+        if magic == MAGIC:
+            refuse_newer_version(version, path)
         raise FormatError(f"{path} is not a mailbox: it begins with {magic!r}")
 
     def put(self, command: Command) -> None:
@@ -148,12 +137,7 @@ class Mailbox:
     def __enter__(self) -> "Mailbox":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -4,8 +4,6 @@ A host name is not enough. Containers may all have the same name, or share one m
 memory and process ids; two agents with one name would write to the same directory.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path

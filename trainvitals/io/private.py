@@ -344,6 +344,39 @@ def write_all(fd: int, raw: bytes, offset: int) -> None:
         view, offset = view[num:], offset + num
 
 
+def write_new_private(path: Path, raw: bytes) -> None:
+    """Create a file that only this user may read, and sync it; remove it if a write fails.
+
+    Raises:
+        FileExistsError: it exists.
+        OSError: it cannot be written.
+    """
+    fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        write_all(fd, raw, 0)
+        os.fsync(fd)
+    except OSError:
+        path.unlink()  # the next start would read a partial key as damaged
+        raise
+    finally:
+        os.close(fd)
+
+
+def decode_key(raw: bytes, path: Path, num_bytes: int, hint: str) -> bytes:
+    """Return the key in a file's bytes: hexadecimal, of ``num_bytes`` bytes.
+
+    Raises:
+        FormatError: it is not hexadecimal, or has another length.
+    """
+    try:
+        key = bytes.fromhex(raw.decode("ascii").strip())
+    except ValueError:
+        key = b""
+    if len(key) != num_bytes:
+        raise FormatError(f"{path} must hold {2 * num_bytes} hexadecimal characters", hint=hint)
+    return key
+
+
 def mac_of(key: bytes, *parts: bytes) -> str:
     """Return an HMAC-SHA256 over the parts, each with its length: boundaries count."""
     mac = hmac.new(key, digestmod=hashlib.sha256)

@@ -8,8 +8,6 @@ because one script may train several.
     VITALS_DIR/.launches-<uid>/<sha256 of the key>     holds the run id; each user's own, 0700
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -37,6 +37,7 @@ from trainvitals.identity import check_run_id
 from trainvitals.io.private import (
     MAX_BYTES,
     FileOwner,
+    decode_key,
     ensure_own_dir,
     mac_of,
     open_own,
@@ -46,6 +47,7 @@ from trainvitals.io.private import (
     replace_file,
     sync_folder,
     write_all,
+    write_new_private,
 )
 from trainvitals.records import Command, RunInfo
 
@@ -186,8 +188,7 @@ class RunDir:
     def write_info(self, info: RunInfo) -> None:
         """Replace the run's attributes whole."""
         body = {"run_id": self.run_id, **msgspec.to_builtins(info)}
-        raw = msgspec.json.format(msgspec.json.encode(body), indent=2)
-        replace_file(self.path / "run.json", raw + b"\n")
+        self._write_json("run.json", body)
 
     @property
     def checkpoints_dir(self) -> Path:
@@ -242,15 +243,7 @@ class RunDir:
         path = self.path / "command.key"
         if create:
             with contextlib.suppress(FileExistsError):
-                fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-                try:
-                    write_all(fd, secrets.token_hex(_KEY_BYTES).encode(), 0)
-                    os.fsync(fd)
-                except OSError:
-                    path.unlink()  # an empty key would be called damaged at the next start
-                    raise
-                finally:
-                    os.close(fd)
+                write_new_private(path, secrets.token_hex(_KEY_BYTES).encode())
                 sync_folder(self.path)
         try:
             fd = open_private(path)
@@ -259,17 +252,8 @@ class RunDir:
                 f"{path} is missing; commands for this run cannot be signed or verified",
                 hint="it is created when the run starts; was the folder copied without it?",
             ) from None
-        raw = read_whole(fd, path)
-        try:
-            key = bytes.fromhex(raw.decode("ascii"))
-        except ValueError:
-            key = b""
-        if len(key) != _KEY_BYTES:
-            raise FormatError(
-                f"{path} must hold {2 * _KEY_BYTES} hexadecimal characters",
-                hint="remove it and start the run again",
-            )
-        return key
+        hint = "remove it and start the run again"
+        return decode_key(read_whole(fd, path), path, _KEY_BYTES, hint)
 
     def file_key(self, *, create: bool = False) -> bytes:
         """Return the key that signs the run's plan and checkpoints; it signs no command.
@@ -325,8 +309,7 @@ class RunDir:
 
     def write_halted(self, marker: HaltMarker) -> None:
         """Mark the run as stopped; durable when this returns. A halt does this first."""
-        raw = msgspec.json.format(msgspec.json.encode(marker), indent=2)
-        replace_file(self.path / "HALTED", raw + b"\n")
+        self._write_json("HALTED", marker)
 
     def clear_halted(self) -> None:
         """Remove the marker: an operator allowed the run to continue."""
@@ -431,6 +414,10 @@ class RunDir:
         except FileNotFoundError:
             return None
 
+    def _write_json(self, name: str, body: object) -> None:
+        raw = msgspec.json.format(msgspec.json.encode(body), indent=2)
+        replace_file(self.path / name, raw + b"\n")
+
     def _ensure_directory(self, name: str) -> Path:
         return ensure_own_dir(self.path / name)
 
@@ -493,8 +480,4 @@ def _end_of_lines(fd: int) -> int:
 
 def holds_runs(folder: Path) -> bool:
     """Return whether the directory is a run directory, or contains run directories."""
-    try:
-        check_run_id(folder.absolute().name)
-    except UsageError:
-        return bool(RunDir.find_all(folder))
-    return True
+    return is_run_id(folder.absolute().name) or bool(RunDir.find_all(folder))

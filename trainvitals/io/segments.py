@@ -14,14 +14,13 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
-from trainvitals.errors import UNREADABLE, FormatError, NewerVersionError, UsageError
+from trainvitals.errors import UNREADABLE, FormatError, UsageError
 from trainvitals.identity import Identity
 from trainvitals.io.private import open_private
-from trainvitals.rows import FORMAT_VERSION, STREAMS, Schema
+from trainvitals.rows import FORMAT_VERSION, STREAMS, Schema, refuse_newer_version
 
 MAGIC = b"TVJ1"
 CLOSED = "closed"
@@ -91,11 +90,7 @@ def read_header(path: Path) -> tuple[SegmentHeader, int]:
     magic, version, size, crc = _PREFIX.unpack_from(raw)
     if magic != MAGIC:
         raise FormatError(f"{path}: a segment begins with {MAGIC!r}; this one with {magic!r}")
-    if version > FORMAT_VERSION:
-        raise NewerVersionError(
-            f"{path} has format version {version}; this program reads up to {FORMAT_VERSION}",
-            hint="upgrade this program: pip install -U trainvitals",
-        )
+    refuse_newer_version(version, path)
     body = raw[_PREFIX.size : _PREFIX.size + size]
     if size > _MAX_HEADER_BYTES or len(body) != size or zlib.crc32(body) != crc:
         raise FormatError(f"{path}: the segment's header is torn or damaged")
@@ -145,21 +140,6 @@ def find_valid_rows(schema: Schema, raw: bytes, first_seq: int) -> Iterator[tupl
             return  # not written yet
     if begin >= 0:
         yield begin, num
-
-
-class SegmentFile(Protocol):
-    """Target of rows: mapped memory, or a file that only the writing thread uses."""
-
-    path: Path
-    num_bytes: int
-
-    def write(self, offset: int, row: bytes) -> None:
-        """Put the row at the offset."""
-        ...
-
-    def close(self) -> None:
-        """Close the file; it stays."""
-        ...
 
 
 class MappedSegment:
@@ -213,6 +193,10 @@ class PlainSegment:
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
+
+
+SegmentFile = MappedSegment | PlainSegment
+"""Target of rows: mapped memory, or a file that only the writing thread uses."""
 
 
 def _create_temporary(path: Path) -> tuple[Path, int]:

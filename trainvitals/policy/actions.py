@@ -3,8 +3,6 @@
 These are a skip, a rollback (its target, budget and skipped batches), and a halt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Approval of rollbacks: request, veto, and the default without a response."""
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from trainvitals.policy.actions import (

@@ -1,7 +1,5 @@
 """Commands of operators: executed or refused, and never refused because of a budget."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

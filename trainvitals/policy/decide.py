@@ -11,14 +11,13 @@ evaluation) can also come from a large optimizer spike: it has a cooldown, is sp
 and never halts a run.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from msgspec.structs import replace
 
+from trainvitals.detect.reporter import make_finding
 from trainvitals.policy.actions import (
     PolicyResult,
     halt_run,
@@ -408,8 +407,8 @@ def _report_lr_jump(
     jump = LrJump(record.step, last, rate, *context.loss_trend())
     reason = f"the learning rate rose from {last:.4g} to {rate:.4g} in one step"
     limit = config.lr_jump * last
-    finding = _make_finding(
-        record, "lr_jump", "learning_rate", reason, "advisory", limit=limit, value=rate
+    finding = make_finding(
+        "learning_rate", record.step, reason, kind="lr_jump", limit=limit, value=rate
     )
     state = replace(state, lr_jump=jump, losses=())
     return result._replace(state=state, findings=(*result.findings, finding))
@@ -429,26 +428,14 @@ def _check_snapshots(result: PolicyResult, context: DecisionContext) -> PolicyRe
     where = f"rank {rank}" if rank >= 0 else "several ranks"
     reason = f"parameters, optimizer state or buffers are NaN or infinite on {where}"
     value = float(record.nonfinite_state)
-    finding = _make_finding(record, "nonfinite_state", "snapshots", reason, rank=rank, value=value)
+    finding = make_finding(
+        "snapshots", record.step, reason, kind="nonfinite_state", level="actionable", rank=rank,
+        value=value,
+    )  # fmt: skip
     result = _mark_unhealthy(result, record.step)
     return _add_rule_result(
         result, _act_on_nonfinite_state(state_without_entry(result), context, finding)
     )
-
-
-def _make_finding(
-    record: StepRecord,
-    kind: str,
-    detector: str,
-    reason: str,
-    level: Literal["actionable", "advisory"] = "actionable",
-    **fields: Any,
-) -> Finding:
-    """Return a finding of the policy about this step, which is its own cause."""
-    return Finding(
-        kind=kind, level=level, step=record.step, detector=detector, reason=reason,
-        onset_step=record.step, cause=kind, **fields,
-    )  # fmt: skip
 
 
 def _ends_attempt(result: PolicyResult) -> bool:
@@ -476,17 +463,18 @@ def _check_replicas(result: PolicyResult, context: DecisionContext) -> PolicyRes
         since = result.state.settings.since
         since = record.step if since < 0 else since
         reason = f"{who} trained with other settings than the others"
-        finding = _make_finding(
-            record, "settings_differ", "replicas", reason, "advisory", rank=rank
+        finding = make_finding(
+            "replicas", record.step, reason, kind="settings_differ", rank=rank, onset_step=since
         )
-        finding = replace(finding, onset_step=since)
         state = replace(result.state, settings=LastingProblem(record.step, since))
         result = result._replace(state=state, findings=(*result.findings, finding))
     if not record.replicas_differ or _ends_attempt(result):
         return result
     reason = "ranks that must hold the same parameters and optimizer state do not"
     reason += f": rank {rank} is wrong" if rank >= 0 else ""
-    finding = _make_finding(record, "replica_corrupted", "replicas", reason, rank=rank)
+    finding = make_finding(
+        "replicas", record.step, reason, kind="replica_corrupted", level="actionable", rank=rank
+    )
     result = _mark_unhealthy(result, record.step)
     return _add_rule_result(
         result, _act_on_differing_replicas(state_without_entry(result), context, finding)
@@ -505,8 +493,8 @@ def _report_missed_snapshots(result: PolicyResult, context: DecisionContext) -> 
         return result
     reason = f"{num} {'snapshot' if num == 1 else 'snapshots'} in memory could not be taken: a "
     reason += "rollback would go further back"
-    record, value = context.record, float(num)
-    finding = _make_finding(record, "snapshot_missed", "snapshots", reason, "advisory", value=value)
+    step = context.record.step
+    finding = make_finding("snapshots", step, reason, kind="snapshot_missed", value=float(num))
     return result._replace(findings=(*result.findings, finding))
 
 

@@ -1,7 +1,5 @@
 """Evidence that a decision rests on: the step, the probe, and sentences about its result."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType

@@ -4,8 +4,6 @@
 findings to the policy.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Each line of the journal adds to the lines before it; nothing is ever taken back
 before its action, so a relaunch after a crash in the middle of a rollback continues the rollback.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import msgspec

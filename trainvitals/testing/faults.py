@@ -3,8 +3,6 @@
 FaultPlan().nan_gradient_at(rank=1, step=40).poison_batches(first=90, last=130)
 """
 
-from __future__ import annotations
-
 from typing import Literal, Self
 
 import msgspec

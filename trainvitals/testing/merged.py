@@ -6,8 +6,6 @@ A line per column as in ``series``: ``column`` is the run's, ``column[3]`` rank 
 every rank's, ``layer:column`` a layer's. A dash is a step in which it was not measured.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -7,8 +7,6 @@ A line per column, separated by ``;`` or newlines: its name, then its values. ``
 ``-`` is a step in which the column was not measured. A line that ends early leaves the rest out.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -4,15 +4,14 @@ The collector makes these from the rows that all ranks wrote for a step; a repla
 makes the same. Nothing here decides: actions are judged in the job, only on ``StepRecord``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from trainvitals.detect.reporter import Reporter
 from trainvitals.records import Finding
-from trainvitals.stateful import Stateful, StatefulRow, StateKey, state_row
+from trainvitals.stateful import StatefulRow, StateKey, state_row
 
 Value = float | int | None
 
@@ -93,31 +92,9 @@ def upper_median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) >> 1]
 
 
-def advisory_finding(
-    detector: str,
-    step: int,
-    reason: str,
-    *,
-    kind: str = "",
-    cause: str = "",
-    rank: int = -1,
-    value: float | None = None,
-    limit: float | None = None,
-    onset_step: int | None = None,
-) -> Finding:
-    """Return an advisory finding; kind and cause are the detector's name unless given."""
-    return Finding(
-        kind=kind or detector,
-        level="advisory",
-        step=step,
-        detector=detector,
-        reason=reason,
-        rank=rank,
-        value=value,
-        limit=limit,
-        onset_step=step if onset_step is None else onset_step,
-        cause=cause or kind or detector,
-    )
+def clamped_exp(value: float) -> float:
+    """Return the exponential of a logarithm, bounded to stay finite."""
+    return math.exp(max(-700.0, min(700.0, value)))
 
 
 class ConditionEpisode(StatefulRow):
@@ -147,14 +124,13 @@ class ConditionEpisode(StatefulRow):
         return False
 
 
-class Watcher(Stateful):
+class Watcher(Reporter):
     """Base of the step detectors: detects a rollback or a new start of the run.
 
     A subclass provides ``_judge`` and ``STATE``, ``_restarted`` if it keeps state that a new
     attempt makes void, and ``goes_on`` if it reports a lasting condition.
     """
 
-    name: str
     STATE: ClassVar[tuple[str | StateKey, ...]] = (
         state_row("place", "_attempt", "_step", "_has_seen"),
     )
@@ -184,11 +160,23 @@ class Watcher(Stateful):
         raise NotImplementedError
 
 
-class NodeWatcher(Stateful):
-    """Reports problems in a node's samples. Reads no clock or random number, never raises."""
+class LastingWatcher(Watcher):
+    """Base of the step detectors that report one lasting condition, once."""
+
+    def __init__(self, clear_after: int) -> None:
+        super().__init__()
+        self._episode = ConditionEpisode(clear_after)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the reported condition still holds."""
+        return self._episode.on
+
+
+class NodeWatcher(Reporter):
+    """Reports problems in a node's samples."""
 
     FLAGS_ARE_NUMBERS = True
-    name: str
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
         """Add one sample; the samples of a node come in order."""

@@ -5,8 +5,6 @@ location, 1964, as a stochastic approximation): two numbers per layer, which no 
 move far.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar
@@ -17,9 +15,10 @@ from trainvitals.config import AtLeastOne, Settings
 from trainvitals.detect.fleet.base import (
     INFINITY,
     ConditionEpisode,
+    LastingWatcher,
     MergedStep,
     Watcher,
-    advisory_finding,
+    clamped_exp,
     upper_median,
 )
 from trainvitals.records import Finding
@@ -99,7 +98,7 @@ LEAST_LAYERS = 4
 """With fewer layers, there are no others to compare one with."""
 
 
-class LayerOutlierWatcher(Watcher):
+class LayerOutlierWatcher(LastingWatcher):
     """Names the layer that deviates from its own trend while the others follow theirs.
 
     What all layers share, such as the effect of a heavy batch or a new learning rate, is removed
@@ -110,16 +109,10 @@ class LayerOutlierWatcher(Watcher):
     STATE = (state_table("_courses", lambda _: LayerTrend()), "_episode")
 
     def __init__(self, config: LayerConfig | None = None) -> None:
-        super().__init__()
         self._config = config or LayerConfig()
+        super().__init__(self._config.clear_after)
         self._weak = math.log(self._config.weak_ratio)
         self._courses: dict[str, LayerTrend] = {}
-        self._episode = ConditionEpisode(self._config.clear_after)
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether a reported condition still holds."""
-        return self._episode.on
 
     def _layer_values(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         """Return the judged number of every layer that has one above zero."""
@@ -190,19 +183,13 @@ class LayerOutlierWatcher(Watcher):
         excess, layer = max(confirmed)
         course = self._courses[layer]
         others = f"; {len(confirmed) - 1} more layers are unusual" if len(confirmed) > 1 else ""
-        usual = _clamped_exp(course.center)
-        return (
-            advisory_finding(
-                self.name,
-                step,
-                f"{self.label} of layer {layer} is {numbers[layer]:.4g}: "
-                f"{_clamped_exp(excess):.3g}x its "
-                f"usual {usual:.4g}, after dividing out what all {len(numbers)} layers "
-                f"share{others}",
-                value=numbers[layer],
-                limit=usual * self._config.weak_ratio,
-            ),
+        usual = clamped_exp(course.center)
+        value, limit = numbers[layer], usual * self._config.weak_ratio
+        reason = (
+            f"{self.label} of layer {layer} is {value:.4g}: {clamped_exp(excess):.3g}x its usual "
+            f"{usual:.4g}, after dividing out what all {len(numbers)} layers share{others}"
         )
+        return self._report(step, reason, value=value, limit=limit)
 
     def _min_value(self, total: float) -> float:
         """Return the smallest value of a layer that is reported."""
@@ -240,12 +227,10 @@ class LayerGradientWatcher(LayerOutlierWatcher):
         others = f"; so are {len(zeros) - 1} more layers" if len(zeros) > 1 else ""
         reason = (
             f"the gradient of layer {layer} is exactly 0 since step {int(course.level)}, usually "
-            f"{_clamped_exp(course.center):.4g}: the layer no longer learns{others}"
+            f"{clamped_exp(course.center):.4g}: the layer no longer learns{others}"
         )
-        zero = advisory_finding(
-            self.name, merged.step, reason, value=0.0, onset_step=int(course.level)
-        )
-        return (*findings, zero)
+        zero = self._report(merged.step, reason, value=0.0, onset_step=int(course.level))
+        return findings + zero
 
     def _stays_zero(self, course: LayerTrend, value: float | None, step: int) -> bool:
         """Add a layer's norm; return whether it is now reported. Streaks of zeros are negative."""
@@ -407,10 +392,8 @@ class ActivationWatcher(Watcher):
                     fallen.append((-growth, layer, value))
         if not is_judged:
             return ()
-        return (
-            *self._growth_findings(merged.step, grown),
-            *self._collapse_findings(merged.step, fallen, dead),
-        )
+        growth_findings = self._growth_findings(merged.step, grown)
+        return growth_findings + self._collapse_findings(merged.step, fallen, dead)
 
     def _growth_findings(
         self, step: int, grown: list[tuple[float, str, str, float]]
@@ -420,17 +403,12 @@ class ActivationWatcher(Watcher):
         growth, label, layer, value = max(grown)
         limits = {named: limit for _, named, limit in self._columns}
         others = f"; {len(grown) - 1} more grew as much" if len(grown) > 1 else ""
-        return (
-            advisory_finding(
-                self.name,
-                step,
-                f"the output of {layer} has a {label} of {value:.4g}, "
-                f"{_clamped_exp(growth):.3g}x the "
-                f"{value / _clamped_exp(growth):.4g} after warm-up{others}",
-                value=value,
-                limit=value * _clamped_exp(limits[label] - growth),
-            ),
+        reason = (
+            f"the output of {layer} has a {label} of {value:.4g}, {clamped_exp(growth):.3g}x the "
+            f"{value / clamped_exp(growth):.4g} after warm-up{others}"
         )
+        limit = value * clamped_exp(limits[label] - growth)
+        return self._report(step, reason, value=value, limit=limit)
 
     def _collapse_findings(
         self,
@@ -448,33 +426,16 @@ class ActivationWatcher(Watcher):
                 f"{100 * share:.0f} % of the features of {layer} are dead (0 for the whole batch), "
                 f"{100 * before:.0f} % after warm-up{others}"
             )
-            return (
-                advisory_finding(
-                    self.name,
-                    step,
-                    reason,
-                    kind=COLLAPSE,
-                    value=share,
-                    limit=self._config.dead_ratio,
-                ),
-            )
+            limit = self._config.dead_ratio
+            return self._report(step, reason, kind=COLLAPSE, value=share, limit=limit)
         fall, layer, value = max(fallen)
-        level = value * _clamped_exp(fall)
+        level = value * clamped_exp(fall)
         reason = (
             f"the output of {layer} has a root mean square of {value:.4g}, a "
-            f"{_clamped_exp(fall):.3g}th of "
-            f"the {level:.4g} after warm-up{others}"
+            f"{clamped_exp(fall):.3g}th of the {level:.4g} after warm-up{others}"
         )
-        return (
-            advisory_finding(
-                self.name,
-                step,
-                reason,
-                kind=COLLAPSE,
-                value=value,
-                limit=level / self._config.rms_ratio,
-            ),
-        )
+        limit = level / self._config.rms_ratio
+        return self._report(step, reason, kind=COLLAPSE, value=value, limit=limit)
 
     def _get_or_create_trend(self, key: str, value: float) -> LayerTrend | None:
         """Return the trend; None if it only starts, or if there are too many."""
@@ -536,8 +497,3 @@ class ActivationWatcher(Watcher):
         course.restart_at(value)
         course.count, course.level = self._config.warm_up, value
         return growth
-
-
-def _clamped_exp(value: float) -> float:
-    """Return the exponential of a logarithm, bounded to stay finite."""
-    return math.exp(max(-700.0, min(700.0, value)))

@@ -5,22 +5,13 @@ name the node and the GPU. ``ecc_corrected_errors`` and ``last_xid`` are judged 
 them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 from msgspec import Meta
 
 from trainvitals.config import AtLeastOne, Settings
-from trainvitals.detect.fleet.base import (
-    ConditionEpisode,
-    NodeSample,
-    NodeWatcher,
-    Value,
-    advisory_finding,
-    number,
-)
+from trainvitals.detect.fleet.base import ConditionEpisode, NodeSample, NodeWatcher, Value, number
 from trainvitals.records import Finding
 from trainvitals.stateful import StatefulRow, state_table
 from trainvitals.units import humanize, humanize_count
@@ -100,7 +91,7 @@ class GpuThrottleWatcher(NodeWatcher):
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
         """Add one sample; the samples of a node come in order."""
-        findings = []
+        findings: list[Finding] = []
         for uuid, columns in sample.gpus.items():
             mask = columns.get("throttle_reasons")
             if not isinstance(mask, int) or mask < 0:
@@ -108,15 +99,10 @@ class GpuThrottleWatcher(NodeWatcher):
             clocks = _get_gpu_state(self._gpus, (sample.node, uuid), self._new_gpu_state)
             if clocks is not None and (reason := self._slowed(clocks, mask, columns)):
                 text = f"{_format_gpu(sample, uuid)} {reason}{_format_clock_numbers(columns)}"
-                cause = (
-                    "gpu_power_cap"
-                    if mask & POWER_CAP and not mask & _SLOWED
-                    else _throttle_cause(mask)
-                )
+                is_cap = mask & POWER_CAP and not mask & _SLOWED
+                cause = "gpu_power_cap" if is_cap else _throttle_cause(mask)
                 clock = number(columns.get("sm_clock_hertz"))
-                findings.append(
-                    advisory_finding(self.name, sample.step, text, cause=cause, value=clock)
-                )
+                findings += self._report(sample.step, text, cause=cause, value=clock)
         return tuple(findings)
 
     def now(self, uuid: str) -> str:
@@ -248,11 +234,7 @@ class GpuErrorWatcher(NodeWatcher):
             return ()
         errors = humanize_count(new, "uncorrected memory error")
         text = f"{_format_gpu(sample, uuid)} had {errors}: its data was lost"
-        return (
-            advisory_finding(
-                self.name, sample.step, text, kind="gpu_ecc", cause="ecc_uncorrected", value=new
-            ),
-        )
+        return self._report(sample.step, text, kind="gpu_ecc", cause="ecc_uncorrected", value=new)
 
     def _corrected_findings(
         self, sample: NodeSample, uuid: str, gpu_errors: _Errors, count: int
@@ -267,17 +249,10 @@ class GpuErrorWatcher(NodeWatcher):
             return ()
         seconds = humanize(config.corrected_seconds, "seconds")
         text = f"{_format_gpu(sample, uuid)} had {new} corrected memory errors in {seconds}"
-        return (
-            advisory_finding(
-                self.name,
-                sample.step,
-                text,
-                kind="gpu_ecc",
-                cause="ecc_corrected",
-                value=new,
-                limit=config.corrected,
-            ),
-        )
+        return self._report(
+            sample.step, text, kind="gpu_ecc", cause="ecc_corrected", value=new,
+            limit=config.corrected,
+        )  # fmt: skip
 
     def _xid_findings(
         self, sample: NodeSample, uuid: str, gpu_errors: _Errors, code: int
@@ -291,16 +266,8 @@ class GpuErrorWatcher(NodeWatcher):
         text = f"{_format_gpu(sample, uuid)} reported Xid {code}: {meaning}"
         if is_fatal:
             text += "; reset the GPU or drain the node"
-        return (
-            advisory_finding(
-                self.name,
-                sample.step,
-                text,
-                kind="gpu_xid",
-                cause="xid_fatal" if is_fatal else "xid",
-                value=code,
-            ),
-        )
+        cause = "xid_fatal" if is_fatal else "xid"
+        return self._report(sample.step, text, kind="gpu_xid", cause=cause, value=code)
 
 
 class GpuLostConfig(Settings, frozen=True, kw_only=True):
@@ -351,12 +318,12 @@ class GpuLostWatcher(NodeWatcher):
             return ()
         if not answering and len(lost) > 1:
             text = f"all {len(lost)} GPUs of node {sample.node} stopped responding"
-            return (advisory_finding(self.name, sample.step, text, value=float(len(lost))),)
-        message = "stopped responding: it may have fallen off the bus"
-        return tuple(
-            advisory_finding(self.name, sample.step, f"{_format_gpu(sample, uuid)} {message}")
-            for uuid in lost
-        )
+            return self._report(sample.step, text, value=float(len(lost)))
+        findings: list[Finding] = []
+        for uuid in lost:
+            text = f"{_format_gpu(sample, uuid)} stopped responding: it may have fallen off the bus"
+            findings += self._report(sample.step, text)
+        return tuple(findings)
 
 
 def _get_gpu_state(gpus: dict[tuple[str, str], Any], key: tuple[str, str], make: Any) -> Any:

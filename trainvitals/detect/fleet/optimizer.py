@@ -5,8 +5,6 @@ judged. If the escalation policy cut or held the rate, its factor (``lr_factor``
 its own cuts end by themselves.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from typing import Annotated
@@ -14,13 +12,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from trainvitals.config import AtLeastOne, NotNegative, Settings
-from trainvitals.detect.fleet.base import (
-    ConditionEpisode,
-    MergedStep,
-    Watcher,
-    advisory_finding,
-    number,
-)
+from trainvitals.detect.fleet.base import ConditionEpisode, MergedStep, Watcher, number
 from trainvitals.records import OVERFLOW, RATE_DECLARED, Finding
 from trainvitals.stateful import state_hexadecimal, state_row
 
@@ -105,45 +97,35 @@ class LearningRateWatcher(Watcher):
         rate = _requested(number(raw), number(merged.run.get("lr_factor", 1.0)))
         is_bad = rate is None or rate < 0.0
         if self._nonfinite.begins(is_bad):
-            return (
-                advisory_finding(
-                    self.name,
-                    merged.step,
-                    f"the learning rate is {rate if rate is not None else 'not finite'}",
-                    cause="lr_nonfinite",
-                    value=rate,
-                ),
-            )
+            reason = f"the learning rate is {rate if rate is not None else 'not finite'}"
+            return self._report(merged.step, reason, cause="lr_nonfinite", value=rate)
         if rate is None or is_bad:
             return ()
         return self._check_rate(merged, rate)
 
     def _check_rate(self, merged: MergedStep, rate: float) -> tuple[Finding, ...]:
         """Return findings about a learning rate: jump, stuck at 0, not restored."""
-        findings = [*self._forgotten(merged.step, rate)] if self._is_resumed else []
+        findings = self._forgotten(merged.step, rate) if self._is_resumed else ()
         last = self._last
         is_declared = bool(int(number(merged.run.get("verdict")) or 0) & RATE_DECLARED)
         is_jump = not is_declared and self._is_jump(rate)
         if self._jumps.begins(is_jump) and last is not None:
-            findings.append(self._jump_finding(merged.step, last, rate))
+            findings += self._report_jump(merged.step, last, rate)
         if not is_jump:  # a lasting jump becomes normal in the next step
             self._track_peak(rate)
             self._remember(merged.step, rate)
-        findings.extend(self._stuck(merged, rate))
+        findings += self._stuck(merged, rate)
         self._last = rate
-        return tuple(findings)
+        return findings
 
-    def _jump_finding(self, step: int, last: float, rate: float) -> Finding:
+    def _report_jump(self, step: int, last: float, rate: float) -> tuple[Finding, ...]:
         times = f"{rate / last:.3g}x" if last > 0.0 else "from 0"
-        return advisory_finding(
-            self.name,
-            step,
+        reason = (
             f"the learning rate jumped from {last:.4g} to {rate:.4g} in one step, {times}; "
-            f"the schedule's highest so far was {self._peak:.4g}",
-            cause="lr_jump",
-            value=rate,
-            limit=min(last * self._config.max_rise, 1e308),
+            f"the schedule's highest so far was {self._peak:.4g}"
         )
+        limit = min(last * self._config.max_rise, 1e308)
+        return self._report(step, reason, cause="lr_jump", value=rate, limit=limit)
 
     # -------------------------------------------------------------------------------- the course
 
@@ -180,17 +162,9 @@ class LearningRateWatcher(Watcher):
         is_stuck = self._zeros >= self._config.zero_rows and not self._is_decayed
         if not self._zero.begins(is_zero and is_stuck):
             return ()
-        return (
-            advisory_finding(
-                self.name,
-                merged.step,
-                f"the learning rate has been 0 since step {self._zero_since}: the model does not "
-                "learn",
-                cause="lr_zero",
-                value=0.0,
-                onset_step=self._zero_since,
-            ),
-        )
+        since = self._zero_since
+        reason = f"the learning rate has been 0 since step {since}: the model does not learn"
+        return self._report(merged.step, reason, cause="lr_zero", value=0.0, onset_step=since)
 
     # -------------------------------------------------------------------------------- resuming
 
@@ -213,17 +187,11 @@ class LearningRateWatcher(Watcher):
         begins_again = 0.9 * min(first) <= rate <= 1.1 * max(first)
         if is_beyond and rate <= config.max_rise * high and not begins_again:
             return ()
-        return (
-            advisory_finding(
-                self.name,
-                step,
-                f"the learning rate resumed at {rate:.4g}, but the previous attempt had {high:.4g} "
-                f"at step {step}: the schedule was not restored",
-                cause="lr_forgotten",
-                value=rate,
-                limit=high,
-            ),
+        reason = (
+            f"the learning rate resumed at {rate:.4g}, but the previous attempt had {high:.4g} "
+            f"at step {step}: the schedule was not restored"
         )
+        return self._report(step, reason, cause="lr_forgotten", value=rate, limit=high)
 
     def _expected(self, step: int) -> tuple[float, float] | None:
         """Return the range of the earlier attempt's rate at a step; None if unknown."""
@@ -259,10 +227,6 @@ def _requested(applied: float | None, factor: float | None) -> float | None:
         return applied
     requested_rate = applied / factor
     return requested_rate if math.isfinite(requested_rate) else None
-
-
-def _near(a: float, b: float) -> bool:
-    return abs(a - b) <= 0.1 * max(a, b)
 
 
 # --------------------------------------------------------------------------------- the loss scale
@@ -321,11 +285,7 @@ class LossScaleWatcher(Watcher):
         self._is_settled = False
         self._before = 0.0
         clear = self._config.clear_after
-        self._low, self._collapse, self._rate = (
-            ConditionEpisode(clear),
-            ConditionEpisode(clear),
-            ConditionEpisode(clear),
-        )
+        self._low, self._collapse, self._rate = (ConditionEpisode(clear) for _ in range(3))
 
     @property
     def goes_on(self) -> bool:
@@ -366,36 +326,26 @@ class LossScaleWatcher(Watcher):
         return self._scale is not None and scale < 0.6 * self._scale
 
     def _loss_scale_findings(self, step: int, scale: float) -> tuple[Finding, ...]:
-        config, findings = self._config, []
+        config, in_row, cause = self._config, self._in_row, "loss_scale_collapse"
+        findings: tuple[Finding, ...] = ()
         if self._low.begins(scale < config.min_scale):
-            findings.append(
-                advisory_finding(
-                    self.name,
-                    step,
-                    f"the loss scale is {scale:.4g}, below {config.min_scale:g}: gradients are "
-                    "too large for float16 even unscaled",
-                    cause="loss_scale_collapse",
-                    value=scale,
-                    limit=config.min_scale,
-                )
+            reason = (
+                f"the loss scale is {scale:.4g}, below {config.min_scale:g}: gradients are too "
+                "large for float16 even unscaled"
             )
-        collapses = self._is_settled and self._in_row >= config.overflows_in_row
+            findings = self._report(step, reason, cause=cause, value=scale, limit=config.min_scale)
+        collapses = self._is_settled and in_row >= config.overflows_in_row
         if self._collapse.begins(collapses) and not findings:
-            findings.append(
-                advisory_finding(
-                    self.name,
-                    step,
-                    f"{self._in_row} overflows in a row: the loss scale fell from "
-                    f"{self._before:.4g} to {scale:.4g}; a single one about every 2,000 steps is "
-                    "normal",
-                    cause="loss_scale_collapse",
-                    value=float(self._in_row),
-                    limit=float(config.overflows_in_row),
-                    onset_step=step - self._in_row + 1,
-                )
+            reason = (
+                f"{in_row} overflows in a row: the loss scale fell from {self._before:.4g} to "
+                f"{scale:.4g}; a single one about every 2,000 steps is normal"
             )
-        findings.extend(self._overflow_rate_findings(step))
-        return tuple(findings)
+            limit = float(config.overflows_in_row)
+            findings = self._report(
+                step, reason, cause=cause, value=float(in_row), limit=limit,
+                onset_step=step - in_row + 1,
+            )  # fmt: skip
+        return findings + self._overflow_rate_findings(step)
 
     def _overflow_rate_findings(self, step: int) -> tuple[Finding, ...]:
         """Judge the share of the last 100 steps, or of all steps if there are fewer."""
@@ -405,15 +355,11 @@ class LossScaleWatcher(Watcher):
             return ()
         if not self._rate.begins(ratio > limit):
             return ()
-        return (
-            advisory_finding(
-                self.name,
-                step,
-                f"{num} of the last {_WINDOW} steps overflowed and were skipped (limit "
-                f"{limit:.0%}; 1 in 2,000 is normal)",
-                cause="overflow_rate",
-                value=ratio,
-                limit=limit,
-                onset_step=max(0, step - self._bits.bit_length() + 1),
-            ),
+        reason = (
+            f"{num} of the last {_WINDOW} steps overflowed and were skipped (limit {limit:.0%}; "
+            "1 in 2,000 is normal)"
+        )
+        onset = max(0, step - self._bits.bit_length() + 1)
+        return self._report(
+            step, reason, cause="overflow_rate", value=ratio, limit=limit, onset_step=onset
         )

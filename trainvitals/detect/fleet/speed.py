@@ -1,7 +1,5 @@
 """Durations of steps: the usual one, a throughput that falls, overdue steps and checkpoints."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,15 +9,15 @@ from msgspec import Meta
 
 from trainvitals.config import AtLeastOne, Count, Settings
 from trainvitals.detect.fleet.base import (
-    ConditionEpisode,
+    LastingWatcher,
     MergedStep,
-    Watcher,
-    advisory_finding,
+    clamped_exp,
     number,
     step_seconds,
     upper_median,
 )
 from trainvitals.detect.outliers import SIGMA_PER_MAD, RobustWindow
+from trainvitals.detect.reporter import make_finding
 from trainvitals.records import Finding
 from trainvitals.stateful import Stateful, state_row
 from trainvitals.units import humanize, humanize_seconds
@@ -147,7 +145,7 @@ class ThroughputConfig(Settings, frozen=True, kw_only=True):
     """What makes a single step slow; slow steps at intervals are left out."""
 
 
-class ThroughputWatcher(Watcher):
+class ThroughputWatcher(LastingWatcher):
     """Finds a sustained fall of ``tokens_per_second``, or of steps per second without tokens.
 
     Works on the logarithm of the seconds per token (or per step). A measurement below the limit
@@ -167,8 +165,8 @@ class ThroughputWatcher(Watcher):
     )
 
     def __init__(self, config: ThroughputConfig | None = None) -> None:
-        super().__init__()
         self._config = config or ThroughputConfig()
+        super().__init__(self._config.clear_after)
         self.pace = SlowStepFilter(self._config.pace)
         self._world_size = 0
         self._per_token = False
@@ -180,12 +178,6 @@ class ThroughputWatcher(Watcher):
         self._low_blocks = 0
         self._onset = -1
         self._block_start = -1
-        self._episode = ConditionEpisode(self._config.clear_after)
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether a reported condition still holds."""
-        return self._episode.on
 
     def _restarted(self, merged: MergedStep) -> None:
         """Discard the unfinished block of steps: another attempt starts."""
@@ -239,7 +231,7 @@ class ThroughputWatcher(Watcher):
         begins = self._episode.begins(is_present) if is_present or not is_low else False
         if self._low_blocks >= config.accept_after:
             self._blocks, self._best, self._low_blocks = [cost], None, 0
-        return (self._slowdown_finding(step, cost, best, allowed),) if begins else ()
+        return self._report_slowdown(step, cost, best, allowed) if begins else ()
 
     def _update_best(self, cost: float) -> None:
         """Update the run's best throughput, and its noise, by a block's cost."""
@@ -251,10 +243,12 @@ class ThroughputWatcher(Watcher):
             self._best = course
             self._noise = SIGMA_PER_MAD * upper_median([abs(b - course) for b in self._blocks])
 
-    def _slowdown_finding(self, step: int, cost: float, best: float, allowed: float) -> Finding:
-        part, num = _clamped_exp(best - cost), self._low_blocks * self._config.block
+    def _report_slowdown(
+        self, step: int, cost: float, best: float, allowed: float
+    ) -> tuple[Finding, ...]:
+        part, num = clamped_exp(best - cost), self._low_blocks * self._config.block
         for_steps = f"over {num} steps (not counting evaluations and checkpoints)"
-        now, was, limit = _clamped_exp(-cost), _clamped_exp(-best), _clamped_exp(-best - allowed)
+        now, was, limit = clamped_exp(-cost), clamped_exp(-best), clamped_exp(-best - allowed)
         if self._per_token:
             reason = (
                 f"throughput fell to {humanize(now, 'tokens')} tokens/s, {part:.0%} of the "
@@ -262,18 +256,11 @@ class ThroughputWatcher(Watcher):
             )
         else:
             reason = (
-                f"steps take {humanize_seconds(_clamped_exp(cost))}, "
-                f"{_clamped_exp(cost - best):.3g}x the run's "
-                f"best ({humanize_seconds(_clamped_exp(best))}), {for_steps}"
+                f"steps take {humanize_seconds(clamped_exp(cost))}, "
+                f"{clamped_exp(cost - best):.3g}x the run's "
+                f"best ({humanize_seconds(clamped_exp(best))}), {for_steps}"
             )
-        return advisory_finding(
-            self.name, step, reason, value=now, limit=limit, onset_step=self._onset
-        )
-
-
-def _clamped_exp(value: float) -> float:
-    """Return the exponential of a logarithm, bounded to stay finite."""
-    return math.exp(max(-700.0, min(700.0, value)))
+        return self._report(step, reason, value=now, limit=limit, onset_step=self._onset)
 
 
 # ------------------------------------------------------------------------------ what is overdue
@@ -340,7 +327,7 @@ def stalled(
     if silent <= limit:
         return None
     usual = "" if typical_seconds is None else humanize_seconds(typical_seconds)
-    return advisory_finding(
+    return make_finding(
         "stalled",
         last_step,
         f"no step has finished for {humanize_seconds(silent)} since step {last_step}"
@@ -371,7 +358,7 @@ def checkpoint_overdue(
     age, limit = step - newest_checkpoint_step, config.ratio * interval
     if age <= limit:
         return None
-    return advisory_finding(
+    return make_finding(
         "checkpoint_overdue",
         step,
         f"the newest checkpoint is {age} steps old (step {newest_checkpoint_step}); the usual "

@@ -16,7 +16,6 @@ from trainvitals.detect.fleet.base import (
     MergedStep,
     Value,
     Watcher,
-    advisory_finding,
     finite,
     number,
     step_seconds,
@@ -31,6 +30,8 @@ class StragglerConfig(Settings, frozen=True, kw_only=True):
     """When one rank counts as keeping the others waiting. All values are our own choice."""
 
     section = "straggler"
+    # A smaller window could never hold enough late steps.
+    ascending = (("steps", "window"),)
 
     late: Annotated[float, Meta(ge=0.01, le=1.0)] = 0.07
     """Share of a step that the others wait for it, on average over `steps`. A rank that writes logs
@@ -52,12 +53,6 @@ class StragglerConfig(Settings, frozen=True, kw_only=True):
     hits: Annotated[int, Meta(ge=3, le=1_000)] = 6
     """Late steps at one distance, of 2 to 5 steps, that are reported too: every n-th step. What
     comes more rarely, such as an evaluation, is not."""
-
-    def __post_init__(self) -> None:
-        """Refuse a window that can never hold enough late steps."""
-        super().__post_init__()
-        if self.window < self.steps:
-            raise self.refusal("window", f"at least straggler.steps ({self.steps})")
 
 
 class _StepPart(NamedTuple):
@@ -171,7 +166,7 @@ class StragglerWatcher(Watcher):
                 0,
             )
         worst = max(fresh, key=lambda rank: courses[rank].share)
-        return (self._straggler_finding(merged, courses[worst], [r for r in fresh if r != worst]),)
+        return self._report_straggler(merged, courses[worst], [r for r in fresh if r != worst])
 
     def _ease(self, courses: Mapping[int, _RankLateness]) -> None:
         """Remove stragglers that have been in time for long: allow another report."""
@@ -206,7 +201,7 @@ class StragglerWatcher(Watcher):
     def _is_late(self, course: _RankLateness) -> bool:
         """Return whether a rank is late enough, or periodically, for a report."""
         config = self._config
-        usual = _median([duration for _, duration, _ in self._window])
+        usual = upper_median([duration for _, duration, _ in self._window])
         limit = max(config.late, config.least_seconds / usual)
         if course.num_late >= config.steps:
             is_one_sided = course.mean >= config.sigmas * course.error
@@ -230,14 +225,14 @@ class StragglerWatcher(Watcher):
         lasted = self._since[course.rank][0] > self._config.diffuse_steps
         return is_clear or not is_placed or lasted
 
-    def _straggler_finding(
+    def _report_straggler(
         self, merged: MergedStep, course: _RankLateness, more: Sequence[int]
-    ) -> Finding:
+    ) -> tuple[Finding, ...]:
         late = course.late
-        seconds = min(_median([figures[1] for figures in late]), LONGEST_SECONDS)
+        seconds = min(upper_median([figures[1] for figures in late]), LONGEST_SECONDS)
         period = course.period(self._config.hits)
         num_ranks = max(len(values) for values in merged.ranks.values())
-        durations = [duration for _, duration, _ in self._window]
+        usual_step = upper_median([duration for _, duration, _ in self._window])
         share, often = course.share, "a step"
         if course.num_late < self._config.steps:
             often = {2: "in every other step", 3: "in every 3rd step"}.get(
@@ -271,19 +266,16 @@ class StragglerWatcher(Watcher):
         verb = "is" if len(more) == 1 else "are"
         others = f"; {name_ranks(more)} {verb} late as well" if more else ""
         hours = share * num_ranks
-        return advisory_finding(
-            self.name,
-            merged.step,
+        reason = (
             f"rank {course.rank} is late by {humanize_seconds(seconds)} {often} since step {since}"
             f"{why}{others}; it costs {share:.1%} of the job: {share * 1000:.0f} of every 1,000 "
-            f"steps of {humanize_seconds(_median(durations))}, and {hours:.2g} GPU-hours in every "
-            f"hour of {num_ranks} ranks",
-            rank=course.rank,
-            value=share,
-            limit=self._config.late,
-            onset_step=since,
-            cause=f"straggler_{part.cause}" if part.cause else "straggler",
+            f"steps of {humanize_seconds(usual_step)}, and {hours:.2g} GPU-hours in every "
+            f"hour of {num_ranks} ranks"
         )
+        return self._report(
+            merged.step, reason, rank=course.rank, value=share, limit=self._config.late,
+            onset_step=since, cause=f"straggler_{part.cause}" if part.cause else "straggler",
+        )  # fmt: skip
 
 
 class _RankLateness(NamedTuple):
@@ -423,7 +415,7 @@ def _find_lateness_cause(late: Sequence[Sequence[float]]) -> _StepPart:
 
     If a thread waits for a core, its other parts are longer by exactly that wait.
     """
-    lateness = _median([figures[1] for figures in late])
+    lateness = upper_median([figures[1] for figures in late])
     *excess, by_queue = (
         value - usual for value, usual in (_median_part_seconds(p, late) for p in _CAUSES)
     )
@@ -447,7 +439,8 @@ def _median_part_seconds(part: _StepPart, late: Sequence[Sequence[float]]) -> tu
     late = [figures for figures in late if len(figures) == _FIGURES]
     if not late:  # from a state that was stored before a part was added
         return 0.0, 0.0
-    return _median([figures[i] for figures in late]), _median([figures[i + 1] for figures in late])
+    value = upper_median([figures[i] for figures in late])
+    return value, upper_median([figures[i + 1] for figures in late])
 
 
 def _finite_seconds_by_rank(columns: Mapping[str, Sequence[Value]], name: str) -> dict[int, float]:
@@ -470,10 +463,6 @@ def _robust_mean(values: Sequence[float]) -> tuple[float, float]:
     middle = math.fsum(full) / num
     variance = math.fsum((x - middle) ** 2 for x in full) / max(1, num - 1)
     return mean, math.sqrt(variance / num) / (1.0 - 2.0 * cut / num)
-
-
-def _median(values: Sequence[float]) -> float:
-    return upper_median(values)
 
 
 def _lower_median(values: Sequence[float]) -> float:

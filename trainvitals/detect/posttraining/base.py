@@ -4,21 +4,13 @@ They see one ``MergedStep`` per logged step, whose columns are the quantities of
 detector abstains while its quantities are missing, and counts values, not steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice, pairwise
 from typing import ClassVar, Literal
 
-from trainvitals.detect.fleet.base import (
-    ConditionEpisode,
-    MergedStep,
-    Watcher,
-    number,
-    upper_median,
-)
+from trainvitals.detect.fleet.base import LastingWatcher, MergedStep, number, upper_median
 from trainvitals.detect.posttraining.names import TaskSpec
 from trainvitals.detect.posttraining.settings import PostTrainingConfig
 from trainvitals.records import Finding
@@ -100,7 +92,27 @@ class Milestones(Stateful):
         self._every, self._num = 1, 0
 
 
-class RewardCourse(Stateful):
+class ValueCourse(Stateful):
+    """Base of the courses: the recent values, and milestones of what was learned before."""
+
+    def __init__(self, num: int) -> None:
+        self._recent: deque[float] = deque(maxlen=num)
+        self._milestones = Milestones()
+
+    def restart(self) -> None:
+        """Discard the recent values: another process continues."""
+        self._recent.clear()
+
+    def go_back(self, step: int) -> None:
+        """Discard what was learned at a step or after it: the run continues from before it."""
+        raise NotImplementedError
+
+    def rebaseline(self) -> None:
+        """Start again: a change of the data or the reward was announced."""
+        raise NotImplementedError
+
+
+class RewardCourse(ValueCourse):
     """Level of the reward at the start, at its best and now, compared with its noise.
 
     It separates success from failure: entropy falls and groups have equal rewards in both, but only
@@ -111,19 +123,20 @@ class RewardCourse(Stateful):
     STATE = ("_recent", "_early", "_values", "_trend", "_milestones", "_start", "best")
 
     def __init__(self, config: PostTrainingConfig) -> None:
+        super().__init__(config.window)
         self._config = config
-        self._recent: deque[float] = deque(maxlen=config.window)
         self._early: list[float] = []
         self._values: deque[float] = deque(maxlen=_MAX_VALUES)
         self._trend = Trend()
-        self._milestones = Milestones()
         self._start: float | None = None
         """The first level."""
         self.best: float | None = None
         """Highest level so far."""
 
-    def add(self, value: float, step: int) -> bool:
-        """Add the value of a step; return whether the level is the highest so far."""
+    def add(self, value: float | None, step: int) -> bool:
+        """Add the value of a step, if any; return whether the level is the highest so far."""
+        if value is None:
+            return False
         self._values.append(value)
         self._recent.append(value)
         self._trend.add(value)
@@ -136,10 +149,6 @@ class RewardCourse(Stateful):
             self._start = level if best is None else self._start
         self._milestones.add(step, self.best, self._start, *self._trend.values(), *self._early)
         return is_best
-
-    def restart(self) -> None:
-        """Discard the recent values: another process continues."""
-        self._recent.clear()
 
     def go_back(self, step: int) -> None:
         """Discard what was learned at a step or after it: the run continues from before it."""
@@ -305,31 +314,28 @@ class Trend(Stateful):
         return (self.num**3 - self.num) / 12
 
 
-class ShareCourse(Stateful):
+class ShareCourse(ValueCourse):
     """Mean of a share over the recent values, and its lowest level."""
 
     STATE = ("_recent", "_milestones", "lowest", "num")
 
     def __init__(self, num: int) -> None:
-        self._recent: deque[float] = deque(maxlen=num)
-        self._milestones = Milestones()
+        super().__init__(num)
         self.num = 0
         """Values so far."""
         self.lowest = 1.0
         """Lowest mean over five values: of more, a fast rise would hide the first ones."""
 
-    def add(self, value: float, step: int) -> None:
-        """Add the value of a step, between 0 and 1."""
+    def add(self, value: float | None, step: int) -> None:
+        """Add the value of a step, between 0 and 1, if there is one."""
+        if value is None:
+            return
         self._recent.append(min(max(value, 0.0), 1.0))
         self.num += 1
         if len(self._recent) >= _SHORT:
             mean = sum(islice(reversed(self._recent), _SHORT)) / _SHORT
             self.lowest = min(self.lowest, mean)
         self._milestones.add(step, self.lowest, self.num)
-
-    def restart(self) -> None:
-        """Discard the recent values."""
-        self._recent.clear()
 
     def go_back(self, step: int) -> None:
         """Discard what was learned at a step or after it."""
@@ -350,14 +356,13 @@ class ShareCourse(Stateful):
         return sum(recent) / len(recent) if len(recent) == recent.maxlen else None
 
 
-class ShortLevel(Stateful):
+class ShortLevel(ValueCourse):
     """Median of the last five values, and its highest one so far."""
 
     STATE = ("_recent", "_milestones", "highest")
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=_SHORT)
-        self._milestones = Milestones()
+        super().__init__(_SHORT)
         self.highest: float | None = None
 
     def add(self, value: float, step: int) -> float | None:
@@ -370,10 +375,6 @@ class ShortLevel(Stateful):
         self._milestones.add(step, self.highest)
         return level
 
-    def restart(self) -> None:
-        """Discard the recent values."""
-        self._recent.clear()
-
     def go_back(self, step: int) -> None:
         """Discard what was learned at a step or after it."""
         (self.highest,) = self._milestones.go_back(step) or (None,)
@@ -384,7 +385,7 @@ class ShortLevel(Stateful):
         self._recent.clear()
 
 
-class PostTrainingWatcher(Watcher):
+class PostTrainingWatcher(LastingWatcher):
     """Base: reports a lasting condition once, with its numbers, causes and remedy.
 
     A subclass provides ``is_for``, ``_judge`` and ``STATE``, and lists its parts with recent values
@@ -394,9 +395,8 @@ class PostTrainingWatcher(Watcher):
     STATE: ClassVar[tuple[str | StateKey, ...]] = ("_episode",)
 
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
-        super().__init__()
         self._config = config or PostTrainingConfig()
-        self._episode = ConditionEpisode(self._config.clear_after)
+        super().__init__(self._config.clear_after)
 
     @staticmethod
     def is_for(spec: TaskSpec) -> bool:
@@ -406,12 +406,7 @@ class PostTrainingWatcher(Watcher):
     def set_kind(self, spec: TaskSpec) -> None:
         """Note the kind of the run, before its first step."""
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the reported condition still holds."""
-        return self._episode.on
-
-    def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
+    def _courses(self) -> Sequence[ValueCourse]:
         return ()
 
     def _restarted(self, merged: MergedStep) -> None:
@@ -427,10 +422,19 @@ class PostTrainingWatcher(Watcher):
         for course in self._courses():
             course.rebaseline()
 
-    def _report(self, finding: Finding | None) -> tuple[Finding, ...]:
-        """Return the finding if its condition starts; None: the condition does not hold."""
-        begins = self._episode.begins(finding is not None)
-        return (finding,) if begins and finding is not None else ()
+    def _end_condition(self) -> tuple[Finding, ...]:
+        """Note that the condition does not hold."""
+        self._episode.begins(False)
+        return ()
+
+    def _begin_condition(
+        self, merged: MergedStep, reason: str, *, value: float, limit: float, cause: str = ""
+    ) -> tuple[Finding, ...]:
+        """Return the finding about the condition if it starts."""
+        if not self._episode.begins(True):
+            return ()
+        cause = cause or self.name
+        return self._report(merged.step, reason, value=value, limit=limit, cause=cause)
 
 
 def quantity(merged: MergedStep, name: str) -> float | None:

@@ -5,8 +5,6 @@ A run is judged only if its kind is known: from the class of its trainer, or fro
 where the same value is healthy, so the kind is never guessed from them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,13 +4,11 @@ Entropy falls, the divergence grows and groups get equal rewards in every succes
 each of these is reported only together with a reward that did not rise, or that was lost again.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 
-from trainvitals.detect.fleet.base import MergedStep, advisory_finding, upper_median
+from trainvitals.detect.fleet.base import MergedStep, upper_median
 from trainvitals.detect.posttraining import names
 from trainvitals.detect.posttraining.base import (
     Milestones,
@@ -18,6 +16,7 @@ from trainvitals.detect.posttraining.base import (
     RewardCourse,
     ShareCourse,
     ShortLevel,
+    ValueCourse,
     quantity,
 )
 from trainvitals.detect.posttraining.settings import PostTrainingConfig
@@ -44,15 +43,13 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
         self._reward = RewardCourse(self._config)
         self._cut = ShareCourse(self._config.window)
 
-    def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
+    def _courses(self) -> Sequence[ValueCourse]:
         return (self._entropy, self._reward, self._cut)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         reward, cut = quantity(merged, names.REWARD), quantity(merged, names.CUT_SHARE)
-        if reward is not None:
-            self._reward.add(reward, merged.step)
-        if cut is not None:
-            self._cut.add(cut, merged.step)
+        self._reward.add(reward, merged.step)
+        self._cut.add(cut, merged.step)
         entropy = quantity(merged, names.ENTROPY)
         level = None if entropy is None else self._entropy.add(entropy, merged.step)
         highest = self._entropy.highest
@@ -60,23 +57,18 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
             return ()
         limit = self._config.entropy_part * highest
         if level > limit:
-            return self._report(None)
+            return self._end_condition()
         if (sign := self._failure()) is None:
             return ()  # unknown is not healthy
         if not sign:
-            return self._report(None)
-        return self._report(
-            advisory_finding(
-                self.name,
-                merged.step,
-                f"the policy collapsed: its entropy fell from {highest:.3g} to {level:.3g}, and "
-                f"{sign}. Likely causes: a learning rate that is too high, no penalty for "
-                "divergence, a reward without signal, or one that a fixed text satisfies. Go back "
-                "to a checkpoint before the fall; lower the learning rate, or raise beta",
-                value=level,
-                limit=limit,
-            )
+            return self._end_condition()
+        reason = (
+            f"the policy collapsed: its entropy fell from {highest:.3g} to {level:.3g}, and "
+            f"{sign}. Likely causes: a learning rate that is too high, no penalty for "
+            "divergence, a reward without signal, or one that a fixed text satisfies. Go back "
+            "to a checkpoint before the fall; lower the learning rate, or raise beta"
         )
+        return self._begin_condition(merged, reason, value=level, limit=limit)
 
     def _failure(self) -> str | None:
         """Return the sign of failure; empty without one, None if it cannot be judged."""
@@ -110,13 +102,12 @@ class DeadRewardWatcher(PostTrainingWatcher):
         self._share = ShareCourse(self._config.dead_values)
         self._reward = RewardCourse(self._config)
 
-    def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
+    def _courses(self) -> Sequence[ValueCourse]:
         return (self._share, self._reward)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         reward, share = quantity(merged, names.REWARD), quantity(merged, names.DEAD_SHARE)
-        if reward is not None:
-            self._reward.add(reward, merged.step)
+        self._reward.add(reward, merged.step)
         if share is None:
             return ()
         self._share.add(share, merged.step)
@@ -124,7 +115,7 @@ class DeadRewardWatcher(PostTrainingWatcher):
         if mean is None or self._reward.level is None:
             return ()
         if mean < config.dead_share:
-            return self._report(None)
+            return self._end_condition()
         outcome, lowest = self._reward.outcome, self._share.lowest
         never = lowest >= config.never_share
         has_risen = mean - lowest >= config.dead_rise
@@ -136,23 +127,20 @@ class DeadRewardWatcher(PostTrainingWatcher):
         else:  # a reward that never rose may be solved from the start
             is_dead = has_risen and outcome == "fell"
         if not is_dead:
-            return self._report(None)
+            return self._end_condition()
         causes = (
             "prompts that are too hard or too easy, a reward that is constant (check its parser), "
             "a temperature that is too low, or too few completions per prompt"
             if never
             else "a policy that repeats one completion, or prompts that became too hard or too easy"
         )
-        return self._report(
-            advisory_finding(
-                self.name,
-                merged.step,
-                f"{mean:.0%} of the groups have equal rewards, so they give no gradient, and "
-                f"{self._reward.describe()}. Likely causes: {causes}. Look at the completions and "
-                "their rewards; filter the prompts by their success rate",
-                value=mean,
-                limit=config.never_share if never else config.dead_share,
-            )
+        reason = (
+            f"{mean:.0%} of the groups have equal rewards, so they give no gradient, and "
+            f"{self._reward.describe()}. Likely causes: {causes}. Look at the completions and "
+            "their rewards; filter the prompts by their success rate"
+        )
+        return self._begin_condition(
+            merged, reason, value=mean, limit=config.never_share if never else config.dead_share
         )
 
 
@@ -177,7 +165,7 @@ class KlRunawayWatcher(PostTrainingWatcher):
         """Divergence when the reward was at its best; None: not yet known."""
         self._milestones = Milestones()
 
-    def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
+    def _courses(self) -> Sequence[ValueCourse]:
         return (self._reward,)
 
     def _restarted(self, merged: MergedStep) -> None:
@@ -199,7 +187,7 @@ class KlRunawayWatcher(PostTrainingWatcher):
         if kl is None:
             floor = config.kl_floor_of_sequence
             kl = quantity(merged, names.KL_OF_SEQUENCE)
-        is_best = reward is not None and self._reward.add(reward, merged.step)
+        is_best = self._reward.add(reward, merged.step)
         if kl is None:
             return ()
         self._recent.append(kl)
@@ -211,7 +199,7 @@ class KlRunawayWatcher(PostTrainingWatcher):
         first = self._first = level if self._first is None else self._first
         self._milestones.add(merged.step, first, self._at_best)
         if level < floor:
-            return self._report(None)
+            return self._end_condition()
         outcome = self._reward.outcome
         if outcome == "unknown":
             return ()
@@ -219,21 +207,16 @@ class KlRunawayWatcher(PostTrainingWatcher):
         before = first if outcome == "flat" else self._at_best
         limit = max(floor, config.kl_times * max(before, 0.0))
         if level < limit or outcome == "at_best":
-            return self._report(None)
-        return self._report(
-            advisory_finding(
-                self.name,
-                merged.step,
-                f"the policy moves away from its reference without a gain: the KL divergence is "
-                f"{level:.3g}, and was {before:.3g} "
-                f"{'at first' if outcome == 'flat' else 'when the reward was at its best'}; "
-                f"{self._reward.describe()}. Likely causes: a beta that is too low, a learning "
-                "rate that is too high, or stale samples. Raise beta or lower the learning rate; "
-                "use the checkpoint with the best reward",
-                value=level,
-                limit=limit,
-            )
+            return self._end_condition()
+        reason = (
+            f"the policy moves away from its reference without a gain: the KL divergence is "
+            f"{level:.3g}, and was {before:.3g} "
+            f"{'at first' if outcome == 'flat' else 'when the reward was at its best'}; "
+            f"{self._reward.describe()}. Likely causes: a beta that is too low, a learning "
+            "rate that is too high, or stale samples. Raise beta or lower the learning rate; "
+            "use the checkpoint with the best reward"
         )
+        return self._begin_condition(merged, reason, value=level, limit=limit)
 
 
 class TruncationWatcher(PostTrainingWatcher):
@@ -251,13 +234,12 @@ class TruncationWatcher(PostTrainingWatcher):
         self._cut = ShareCourse(self._config.dead_values)
         self._reward = RewardCourse(self._config)
 
-    def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
+    def _courses(self) -> Sequence[ValueCourse]:
         return (self._cut, self._reward)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         reward, cut = quantity(merged, names.REWARD), quantity(merged, names.CUT_SHARE)
-        if reward is not None:
-            self._reward.add(reward, merged.step)
+        self._reward.add(reward, merged.step)
         if cut is None:
             return ()
         self._cut.add(cut, merged.step)
@@ -265,12 +247,12 @@ class TruncationWatcher(PostTrainingWatcher):
         if mean is None:
             return ()
         if mean < config.cut_share:
-            return self._report(None)
+            return self._end_condition()
         outcome = self._reward.outcome
         if outcome == "unknown":
             return ()
         if outcome == "at_best":
-            return self._report(None)
+            return self._end_condition()
         lowest = self._cut.lowest
         has_grown = mean - lowest >= config.cut_rise
         causes = (
@@ -280,17 +262,12 @@ class TruncationWatcher(PostTrainingWatcher):
             else "the chat template has no end-of-sequence token, or max_completion_length is too "
             "short for the task"
         )
-        return self._report(
-            advisory_finding(
-                self.name,
-                merged.step,
-                f"{mean:.0%} of the completions are cut at the length limit, and "
-                f"{self._reward.describe()}. Likely cause: {causes}. Read some completions; mask "
-                "or penalize cut ones",
-                value=mean,
-                limit=config.cut_share,
-            )
+        reason = (
+            f"{mean:.0%} of the completions are cut at the length limit, and "
+            f"{self._reward.describe()}. Likely cause: {causes}. Read some completions; mask "
+            "or penalize cut ones"
         )
+        return self._begin_condition(merged, reason, value=mean, limit=config.cut_share)
 
 
 class RewardHackingWatcher(PostTrainingWatcher):
@@ -313,7 +290,7 @@ class RewardHackingWatcher(PostTrainingWatcher):
         self._num_below = 0
         self._milestones = Milestones()
 
-    def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
+    def _courses(self) -> Sequence[ValueCourse]:
         return (self._reward,)
 
     def _restarted(self, merged: MergedStep) -> None:
@@ -332,8 +309,7 @@ class RewardHackingWatcher(PostTrainingWatcher):
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         reward, held_out = quantity(merged, names.REWARD), quantity(merged, names.HELD_OUT_REWARD)
-        if reward is not None:
-            self._reward.add(reward, merged.step)
+        self._reward.add(reward, merged.step)
         if held_out is None:
             return ()
         self._held_out.append(held_out)
@@ -348,24 +324,19 @@ class RewardHackingWatcher(PostTrainingWatcher):
         is_below = gain > 4.0 * noise and held_out <= limit
         self._num_below = min(self._num_below + 1, 1 << 30) if is_below else 0
         if self._num_below < config.held_out_values:
-            return self._report(None)
+            return self._end_condition()
         outcome = self._reward.outcome
         if outcome == "unknown":
             return ()
         if outcome != "at_best":
-            return self._report(None)
-        return self._report(
-            advisory_finding(
-                self.name,
-                merged.step,
-                f"the training reward is {self._reward.level:.3g}, at its best, but the held-out "
-                f"reward fell from {best:.3g} to {held_out:.3g}. Likely causes: a flaw of the "
-                "reward that the policy exploits, or memorized prompts. Read the completions with "
-                "the highest rewards; use the checkpoint with the best held-out reward",
-                value=held_out,
-                limit=limit,
-            )
+            return self._end_condition()
+        reason = (
+            f"the training reward is {self._reward.level:.3g}, at its best, but the held-out "
+            f"reward fell from {best:.3g} to {held_out:.3g}. Likely causes: a flaw of the "
+            "reward that the policy exploits, or memorized prompts. Read the completions with "
+            "the highest rewards; use the checkpoint with the best held-out reward"
         )
+        return self._begin_condition(merged, reason, value=held_out, limit=limit)
 
     def _noise(self) -> float:
         """Return the median absolute change between evaluations; the trend is in it too."""

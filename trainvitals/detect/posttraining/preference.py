@@ -1,12 +1,10 @@
 """Problems of a loss that compares a chosen with a rejected completion."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from fractions import Fraction
 
-from trainvitals.detect.fleet.base import MergedStep, advisory_finding, upper_median
+from trainvitals.detect.fleet.base import MergedStep, upper_median
 from trainvitals.detect.posttraining import names
 from trainvitals.detect.posttraining.base import PostTrainingWatcher, quantity
 from trainvitals.detect.posttraining.names import TaskSpec
@@ -99,7 +97,7 @@ class PreferenceWatcher(PostTrainingWatcher):
         self._rewards.clear()
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
-        return (*self._leak(merged), *self._displacement(merged))
+        return self._leak(merged) + self._displacement(merged)
 
     def _leak(self, merged: MergedStep) -> tuple[Finding, ...]:
         accuracy, config = quantity(merged, names.ACCURACY), self._config
@@ -130,19 +128,13 @@ class PreferenceWatcher(PostTrainingWatcher):
         ):
             return ()
         self._is_start_judged = True
-        return (
-            advisory_finding(
-                self.name,
-                merged.step,
-                f"{mean:.0%} of the pairs are ranked correctly from the start, so "
-                "there is nothing to learn. Likely causes: chosen and rejected differ in the "
-                "template, the length or a mark; or pairs that the model was trained on. Compare "
-                "some pairs as tokens",
-                cause="preference_leak",
-                value=mean,
-                limit=config.leak_accuracy,
-            ),
+        reason = (
+            f"{mean:.0%} of the pairs are ranked correctly from the start, so there is nothing to "
+            "learn. Likely causes: chosen and rejected differ in the template, the length or a "
+            "mark; or pairs that the model was trained on. Compare some pairs as tokens"
         )
+        limit = config.leak_accuracy
+        return self._report(merged.step, reason, cause="preference_leak", value=mean, limit=limit)
 
     def _displacement(self, merged: MergedStep) -> tuple[Finding, ...]:
         chosen, rejected = quantity(merged, names.CHOSEN), quantity(merged, names.REJECTED)
@@ -170,20 +162,15 @@ class PreferenceWatcher(PostTrainingWatcher):
         if reward_level is not None and first_reward is not None and not is_mean:
             is_improbable &= reward_level <= min(first_reward, 0.0) - _LEAST_BETA * (first - limit)
         if not is_improbable:
-            return self._report(None)
-        return self._report(
-            advisory_finding(
-                self.name,
-                merged.step,
-                f"the chosen completions become improbable: their log-probability fell from "
-                f"{first:.4g} to {level:.4g}, that of the rejected ones from {self._first[1]:.4g} "
-                f"to {other:.4g}. Likely causes: a learning rate that is too high, a beta that is "
-                "too low, or pairs that are nearly equal. Lower the learning rate, raise beta, or "
-                "add an SFT term (rpo_alpha). If the data changed, announce it with expect()",
-                value=level,
-                limit=limit,
-            )
+            return self._end_condition()
+        reason = (
+            f"the chosen completions become improbable: their log-probability fell from "
+            f"{first:.4g} to {level:.4g}, that of the rejected ones from {self._first[1]:.4g} "
+            f"to {other:.4g}. Likely causes: a learning rate that is too high, a beta that is "
+            "too low, or pairs that are nearly equal. Lower the learning rate, raise beta, or "
+            "add an SFT term (rpo_alpha). If the data changed, announce it with expect()"
         )
+        return self._begin_condition(merged, reason, value=level, limit=limit)
 
 
 def _lower_bound(share: float, num: int) -> float:

@@ -1,7 +1,5 @@
 """All detectors over the scalars of a post-training run, as the collector runs them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from trainvitals.detect.fleet.base import MergedStep
