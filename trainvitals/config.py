@@ -83,7 +83,7 @@ def kinds(cls: type[Settings]) -> dict[str, typing.Any]:
 
 
 def _to_python_number(value: object) -> object:
-    """Return numpy's numbers as Python's: msgspec refuses them, however well they fit."""
+    """Return a setting that is a numpy number as Python's: msgspec refuses numpy's."""
     if isinstance(value, bool) or type(value) in (int, float):
         return value
     if isinstance(value, numbers.Integral):
@@ -277,7 +277,7 @@ def _parse_setting_text(text: str, info: inspect.Type) -> object:
 
 
 def _describe_expected(value: object, info: inspect.Type) -> str:
-    """Return a description of the expected value: for a number, only its bounds, if it has any."""
+    """Describe the expected value of a setting: for a number, only its bounds, if it has any."""
     number = {inspect.IntType: int, inspect.FloatType: int | float}.get(type(info))
     is_one = number is not None and isinstance(value, number) and not isinstance(value, bool)
     return ", ".join(_describe_bounds(info) if is_one else ()) or _describe_type(info)
@@ -309,7 +309,7 @@ def _describe_type(info: inspect.Type) -> str:
 
 
 def _describe_bounds(info: inspect.Type) -> Iterator[str]:
-    """Yield descriptions of the bounds of a number or a text's length."""
+    """Yield the bounds of a setting that is a number or text, for an error message."""
     if isinstance(info, inspect.StrType):
         if info.min_length:
             yield "not empty"
@@ -328,7 +328,7 @@ def _describe_bounds(info: inspect.Type) -> Iterator[str]:
 
 
 def _refuse_near_miss(section: str, sections: Sections, source: str) -> None:
-    """Refuse a misspelt section, which would be ignored; those of other programs are ignored."""
+    """Refuse a misspelt section of the settings; other programs' sections are ignored."""
     suggestion = _suggest_name(section, sections, cutoff=0.8)
     if suggestion:
         raise ConfigError(f"[{section}] ({source}): there is no such section", hint=suggestion)

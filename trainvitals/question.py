@@ -71,7 +71,7 @@ ROUTES: dict[type[Question[Any]], Route] = {}
 def route(
     method: Method, path: str, *, tag: str = "query", scopes: tuple[TokenScope, ...] = ("read",)
 ) -> Callable[[type[Q]], type[Q]]:
-    """Return a decorator that registers a query: ``{field}`` in the path is a field's position."""
+    """Return a decorator that registers a query of the API; ``{field}`` is a field's position."""
 
     def register(kind: type[Q]) -> type[Q]:
         names = [name for _, name, _, _ in Formatter().parse(path) if name]
@@ -93,7 +93,7 @@ def route(
 
 
 def build_http_request(question: Question[Any]) -> Asked:
-    """Return the query as an HTTP request.
+    """Return a query of the API as the data of an HTTP request; nothing is sent here.
 
     A parameter that is empty by default, or a switch with its default, is omitted: a collector of
     an earlier version refuses unknown parameters.

@@ -401,7 +401,7 @@ class EventView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def profile(self) -> str:
-        """Path of a ``torch.profiler`` trace, if the event names one; otherwise ""."""
+        """Return the path of a ``torch.profiler`` trace that the view's event names, or ""."""
         is_one = self.kind == "Note" and self.text.endswith(_PROFILED)
         return self.text.removesuffix(_PROFILED) if is_one else ""
 
@@ -431,7 +431,7 @@ class StacksView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def calls(self) -> tuple[str, ...]:
-        """Calls of the rank's main thread, the innermost first; empty if unknown.
+        """Return the calls of the rank's main thread in the API's view, the innermost first.
 
         The last thread is the main one; the others wait for work.
         """
@@ -464,7 +464,7 @@ class AlertView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        """Displayed name of an alert; for a custom alert, the user's name."""
+        """Return the displayed name of the alert in the API's view; a custom one has its own."""
         return self.labels.get("cause", self.name) if self.name == "UserAlert" else self.name
 
 
@@ -501,7 +501,7 @@ class CommandArgument(NamedTuple):
     is_optional: bool = False
 
     def check(self, action: str, argument: float | None) -> None:
-        """Raise UsageError for an argument that the action cannot take."""
+        """Check the argument in a request to the API: raise UsageError if it does not fit."""
         if argument is None and self.is_optional:
             return
         if argument is None:
@@ -552,7 +552,7 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Rank for a profile; -1: the slowest rank and a typical one."""
 
     def check(self) -> None:
-        """Raise UsageError for a command that no run could carry out.
+        """Check a request to the API: raise UsageError for a command that no run can carry out.
 
         Raises:
             UsageError: it names the field, the value and what is expected.
@@ -585,7 +585,7 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise UsageError(f"argument is {self.argument:g}; {self.action} takes none")
 
     def command(self, run_id: str, *, issued_by: str, now_unix_ns: int, after: int = 0) -> Command:
-        """Return it as a command that nobody has signed yet.
+        """Return the API's request as a command record that is not signed yet.
 
         Args:
             run_id: the run.
@@ -618,13 +618,14 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
 
     def _numeric_argument(self) -> float:
+        """Return the request's argument as the number in a command record."""
         if self.action == "profile" and self.argument:
             return ProfileArgument(int(self.argument), self.rank).argument
         return float(self.argument or 0.0)
 
     @classmethod
     def from_command(cls, command: Command) -> CommandRequest:
-        """Return a request with the fields of a command, to check their bounds."""
+        """Return a request to the API with the fields of a command, to check their bounds."""
         takes_argument = command.argument or command.action == "accept"
         argument, rank = command.argument if takes_argument else None, -1
         if command.action == "profile" and argument is not None:
@@ -641,7 +642,7 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def text(self) -> str:
-        """The command in a few words, such as ``lr x0.5``."""
+        """Return the command in a request to the API in a few words, such as ``lr x0.5``."""
         if self.action == "lr_factor":
             return f"lr x{self.argument:g}"
         text = f"{self.action} {self.argument:.12g}" if self.argument else self.action
@@ -771,7 +772,7 @@ class GoodputView(msgspec.Struct, frozen=True, kw_only=True):
     """What is unknown, one sentence each."""
 
     def cost(self) -> list[tuple[str, str]]:
-        """Return cost and failures as display text."""
+        """Return cost and failures in the API's view of goodput as display text."""
         facts = [("steps", f"{self.steps:,}, {self.lost_steps:,} of them lost")]
         if self.run_id:  # a log of another tool has no failures
             facts.append(("failures", f"{self.num_failures:,}"))
@@ -835,7 +836,7 @@ class ForecastView(msgspec.Struct, frozen=True, kw_only=True):
     no_comparison: str = ""
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return the forecast as display text."""
+        """Return the forecast that the API returned as display text."""
         return [
             (what, text)
             for what, text in (
@@ -847,7 +848,7 @@ class ForecastView(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def end_text(self) -> str:
-        """Return when the run ends, or why that is not known."""
+        """Return when the run ends by the API's forecast, or why that is unknown."""
         if not self.finish_unix_ns:
             is_over = 0 < self.total_steps <= self.last_step + 1
             return self.no_finish if is_over else f"not known: {self.no_finish}"
@@ -869,13 +870,13 @@ class ForecastView(msgspec.Struct, frozen=True, kw_only=True):
         return f"{text}; it is stalled now" if self.is_waiting else text
 
     def loss_text(self) -> str:
-        """Return the final loss with its interval, or why it is not known."""
+        """Return the final loss in the API's forecast with its interval, or why it is unknown."""
         if self.final_loss is None:
             return f"not known: {self.no_final_loss}"
         return f"{self.final_loss:.4g} ({self.final_loss_low:.4g} to {self.final_loss_high:.4g})"
 
     def comparison_text(self) -> str:
-        """Return the distance to the other run, or why it is unknown; "" without one."""
+        """Return the forecast's distance to the other run, or why it is unknown; "" without one."""
         if not self.against:
             return ""
         if self.behind is None:

@@ -176,11 +176,12 @@ class _Signals:
         self._event = threading.Event()
 
     def wait(self, seconds: float) -> None:
-        """Return after the time, or at once when a new signal comes."""
+        """Pause between two cycles of the agent; return early on SIGTERM or SIGINT."""
         self._event.wait(seconds)
         self._event.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Count a SIGTERM or SIGINT, and wake the agent's loop."""
         self.count += 1
         self._event.set()
 
@@ -216,7 +217,7 @@ def deliver_when_reachable(
     stopwatch: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Deliver the pending rows as soon as a collector responds.
+    """Send the rows that wait in the agent's spool as soon as a collector responds.
 
     In between no lock is held: any other agent may deliver them first. The collector waits for
     silent runs for a minute after its own start, so the interval between attempts is shorter. After
@@ -236,7 +237,7 @@ def deliver_when_reachable(
 
 
 def close_inherited() -> None:
-    """Close inherited file descriptors, except for the output.
+    """Close file descriptors that the agent inherited from its parent, except for the output.
 
     Otherwise a lock of ``flock``, or a pipe whose reader waits for its end, would be held for as
     long as this process outlives the training.
@@ -295,7 +296,7 @@ def _ended_run_state_dirs(base: Path, vitals_dir: Path) -> list[AgentStateDir]:
 
 
 def _journal_identity_or_none(directory: Path) -> Identity | None:
-    """Return the writer of a journal; None if it cannot be read."""
+    """Return the writer of a journal that the agent found; None if it cannot be read."""
     try:
         return journal_identity(directory)
     except VitalsError:

@@ -73,7 +73,7 @@ class GpuSampler:
         """Notes to report once in each run."""
 
     def sample(self) -> GpuReport:
-        """Return one sample per GPU that responds."""
+        """Sample every GPU of the node that responds."""
         if self.absent:
             return GpuReport()
         if self._devices is None:
@@ -96,7 +96,7 @@ class GpuSampler:
     def _sample_device(
         self, uuid: str, device: _GpuDevice, report: GpuReport
     ) -> dict[str, Value] | None:
-        """Return the row of one GPU or instance, and record whether it was lost or is back."""
+        """Sample one GPU or MIG instance, and record whether it was lost or is back."""
         if device.parent:
             return read_instance(self._nvml, device.handle)
         codes = list(self._new_xids(device))
@@ -111,7 +111,7 @@ class GpuSampler:
         return values
 
     def close(self) -> None:
-        """Shut NVML down."""
+        """Shut NVML down at the end of the agent."""
         if self._devices is not None and not self.absent:
             devices, self._devices = self._devices, None
             try:
@@ -125,6 +125,7 @@ class GpuSampler:
     # --------------------------------------------------------------------------- finding GPUs
 
     def _open_devices(self) -> dict[str, _GpuDevice]:
+        """Initialize NVML, and open every GPU of the node that can be sampled."""
         if self._nvml is None:
             try:
                 import pynvml
@@ -166,7 +167,7 @@ class GpuSampler:
         devices[uuid] = _GpuDevice(handle, events=self._listen(handle))
 
     def _add_instances(self, devices: dict[str, _GpuDevice]) -> None:
-        """Add the current MIG instances; those that were removed no longer respond."""
+        """Add the GPUs' current MIG instances to those that the agent samples."""
         nvml = self._nvml
         for parent in [uuid for uuid, device in devices.items() if not device.parent]:
             instances = []
@@ -188,6 +189,7 @@ class GpuSampler:
                 self.notes = (*others, Note(code="gpu_mig", text=text))
 
     def _mig_handles(self, handle: Any) -> Iterator[Any]:
+        """Yield the NVML handles of a sampled GPU's MIG instances."""
         nvml = self._nvml
         try:
             if nvml.nvmlDeviceGetMigMode(handle)[0] != nvml.NVML_DEVICE_MIG_ENABLE:
@@ -204,7 +206,7 @@ class GpuSampler:
     # --------------------------------------------------------------------------------- errors
 
     def _listen(self, handle: Any) -> Any:
-        """Return a set of events with this GPU's Xids, or None if it reports none."""
+        """Register for a GPU's Xid errors in NVML; None if the GPU reports none."""
         nvml = self._nvml
         try:
             events = nvml.nvmlEventSetCreate()
@@ -218,6 +220,7 @@ class GpuSampler:
         return events
 
     def _new_xids(self, device: _GpuDevice) -> Iterator[int]:
+        """Yield the Xid errors that a GPU reported since the agent's last sample."""
         for _ in range(MAX_XIDS_PER_ROUND if device.events is not None else 0):
             try:
                 event = self._nvml.nvmlEventSetWait_v2(device.events, 0)
@@ -228,4 +231,5 @@ class GpuSampler:
 
 
 def _decode_text(value: str | bytes) -> str:
+    """Return a string from NVML, which may come as bytes, as text."""
     return value.decode() if isinstance(value, bytes) else value

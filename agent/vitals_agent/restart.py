@@ -39,11 +39,11 @@ class JobProcess:
 
     @property
     def is_rank(self) -> bool:
-        """Whether this is the rank, and not another container's process of the same number."""
+        """Return whether this is the rank, and not another container's process with its pid."""
         return self.journal is None or holds_files(self.pid, self.journal)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, if it is still that process."""
+        """Send a signal to the rank of a job that hangs, if it still has this pid."""
         try:
             fd = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -59,7 +59,7 @@ class JobProcess:
 
 
 def process_start_ticks(pid: int) -> int:
-    """Return the start of a process, in clock ticks since the boot; 0 if it does not exist."""
+    """Return when a rank's process started, in clock ticks since the boot; 0 if it has ended."""
     try:
         fields = stat_fields(pid)
     except OSError:
@@ -85,7 +85,7 @@ class HungJob:
 
     @property
     def is_ending(self) -> bool:
-        """Whether its processes have received SIGTERM and are not killed yet."""
+        """Return whether the agent has sent the ranks SIGTERM, and will kill those that remain."""
         return self._kill_at is not None
 
     def end_if_due(
@@ -95,7 +95,7 @@ class HungJob:
         processes: Collection[JobProcess],
         now: float,
     ) -> None:
-        """End the job if it is time; continue an end that has started.
+        """End a job that hangs on this node, if it is time; continue an end that has started.
 
         All arguments are those of one check; ``now`` is in monotonic seconds.
         """
@@ -150,6 +150,7 @@ class HungJob:
         self._run.node_source.write_event(note, step=verdict.step, attempt=attempt)
 
     def _write_decision(self, verdict: HangVerdict, budget_left: int) -> None:
+        """Write the agent's restart of the job to the decision log."""
         hang_duration = humanize_seconds(self._config.restart_seconds)
         tails = self._run.tails.values()
         decision = Decision(
@@ -170,7 +171,7 @@ class HungJob:
         self._run.node_source.write_event(event, step=decision.step, attempt=decision.attempt)
 
     def _kill_if_due(self, processes: Collection[JobProcess], now: float) -> None:
-        """Kill the remaining processes: once only stopped ones are left, or after the grace."""
+        """Kill the remaining ranks: once only stopped ones are left, or after the grace period."""
         assert self._kill_at is not None
         remaining = [each for each in processes if (each.pid, each.started) in self._ended]
         if now < self._kill_at and any(each.state != "stopped" for each in remaining):

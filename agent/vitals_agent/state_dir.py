@@ -61,7 +61,7 @@ class AgentStateDir:
         self._lock_fd: int | None = None
 
     def acquire(self) -> None:
-        """Take the lock; in the node's memory if the disk is full.
+        """Lock the directory for this agent; in the node's memory if the disk is full.
 
         Raises:
             UsageError: another agent holds it.
@@ -99,7 +99,7 @@ class AgentStateDir:
 
     @property
     def memory_path(self) -> Path:
-        """Path of the directory in the node's memory that replaces this one."""
+        """Return the directory in the node's memory that the agent uses while the disk is full."""
         return self._memory_lock_path.with_suffix("")
 
     @property
@@ -109,6 +109,7 @@ class AgentStateDir:
         return self._local / f"agent-{name}.lock"
 
     def _open_lock_file(self) -> int:
+        """Create the agent's directory, and open the file that it locks."""
         try:
             self.path.parent.parent.mkdir(parents=True, exist_ok=True)
             ensure_own_dir(ensure_own_dir(self.path.parent) / self.path.name)
@@ -120,7 +121,7 @@ class AgentStateDir:
             ) from error
 
     def _lock_or_take_local(self, fd: int) -> int:
-        """Lock the open file; lock one in the node's memory if the file system has no locks."""
+        """Lock the agent's file; lock one in memory if the file system has no locks."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -132,6 +133,7 @@ class AgentStateDir:
         return fd
 
     def _lock_in_memory(self) -> int:
+        """Lock a file in the node's memory for this agent; return its descriptor."""
         try:
             fd = open_private(self._memory_lock_path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
@@ -172,7 +174,7 @@ class AgentStateDir:
         )
 
     def load_or_create_token(self, configured: str = "") -> str:
-        """Return the token for ``/metrics``: the given one, or one that is created and stored."""
+        """Return the token for the agent's ``/metrics``: configured, stored or new."""
         path = self.path / TOKEN_FILE
         try:
             stored = _read_private(self.token_file).strip()
@@ -184,7 +186,7 @@ class AgentStateDir:
         return token
 
     def load_or_create_writer_key(self) -> str:
-        """Return the key that the collector requires of later batches of the same writers.
+        """Return the key that the agent sends with its batches, so that no other writer can.
 
         Stored with the spool: an agent that continues the spool must send the same key.
         """
@@ -200,7 +202,7 @@ class AgentStateDir:
 
     @property
     def token_file(self) -> Path:
-        """Path of the token."""
+        """Return the file with the token for the agent's ``/metrics``."""
         path = self.path / TOKEN_FILE
         return path if path.exists() else self.memory_path / TOKEN_FILE
 
@@ -215,12 +217,12 @@ class AgentStateDir:
             return ""
 
     def set_destination(self, collector: str) -> None:
-        """Record the collector: another agent may have to send rows that this one cannot."""
+        """Record the collector: another agent may have to send the rows of this spool."""
         if self.destination() != collector:
             self._write(DESTINATION_FILE, f"{collector}\n".encode())
 
     def num_waiting(self, most: int | None = None) -> int:
-        """Return the number of rows in the spool without an acknowledgement; needs no lock.
+        """Return how many spooled rows the collector has not acknowledged; needs no lock.
 
         ``most`` is the number at which counting stops.
 
@@ -236,7 +238,7 @@ class AgentStateDir:
         return num_rows
 
     def publish(self, info: AgentInfo) -> None:
-        """Write ``agent.json`` atomically."""
+        """Write ``agent.json`` atomically: how to reach this node's agent."""
         self._write("agent.json", msgspec.json.encode(info) + b"\n")
 
     def _write(self, name: str, raw: bytes) -> None:
@@ -252,7 +254,7 @@ class AgentStateDir:
             replace_file(ensure_private_dir(self.memory_path) / name, raw, mode=0o600)
 
     def release(self) -> None:
-        """Release the directory; the lock file stays: removing it would let two agents in."""
+        """Release the agent's lock; its file stays: removing it would let two agents in."""
         if self._lock_fd is not None:
             for folder in (self.path, self.memory_path):
                 (folder / "agent.json").unlink(missing_ok=True)
@@ -260,6 +262,7 @@ class AgentStateDir:
             self._lock_fd = None
 
     def _describe_lock_holder(self) -> str:
+        """Describe the agent that already serves the directory on this node."""
         try:
             path = self.path / "agent.json"
             path = path if path.exists() else self.memory_path / "agent.json"
@@ -270,7 +273,7 @@ class AgentStateDir:
 
 
 def _read_private(path: Path) -> str:
-    """Return the file's content; empty if it does not exist."""
+    """Read a file of the agent's state; "" if it does not exist."""
     try:
         fd = open_private(path)
     except FileNotFoundError:
@@ -279,7 +282,7 @@ def _read_private(path: Path) -> str:
 
 
 def _is_locked(path: Path) -> bool:
-    """Return whether any process holds the lock; a missing file is not locked."""
+    """Return whether a living agent holds this lock; a missing file is not locked."""
     try:
         fd = open_private(path, os.O_RDWR)
     except FileNotFoundError:

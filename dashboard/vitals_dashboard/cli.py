@@ -153,7 +153,7 @@ def _raise_interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Make SIGTERM, and SIGHUP of a closed terminal, stop the programs as Ctrl-C does."""
+    """Let SIGTERM and SIGHUP stop `vitals dashboard` and its processes as Ctrl-C does."""
     signals = (signal.SIGTERM, signal.SIGHUP)
     before = [(number, signal.signal(number, _raise_interrupt)) for number in signals]
     try:

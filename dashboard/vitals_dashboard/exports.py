@@ -13,7 +13,7 @@ Value = str | float | int | bool | None
 
 
 def csv_bytes(reply: TableReply) -> bytes:
-    """Return the table as CSV; text that a spreadsheet would run has an apostrophe before it."""
+    """Return a table for download from the dashboard as CSV, safe from running as a formula."""
     text = io.StringIO()
     rows = [
         [repr(value) if isinstance(value, float) else value for value in row]  # all digits
@@ -24,7 +24,7 @@ def csv_bytes(reply: TableReply) -> bytes:
 
 
 def parquet_bytes(reply: TableReply) -> bytes:
-    """Return the table as Parquet; numbers that are not finite are numbers in it."""
+    """Return a table for download from the dashboard as Parquet, with NaN as numbers."""
     columns = {
         name: unify_column_type(values)
         for name, values in zip(reply.columns, reply.data, strict=True)
@@ -35,7 +35,7 @@ def parquet_bytes(reply: TableReply) -> bytes:
 
 
 def unify_column_type(values: tuple[Value, ...]) -> list[Value]:
-    """Return a query result's column as one type: numbers, or text if mixed."""
+    """Return a column of a table on the dashboard as one type: numbers, or text if mixed."""
     present = [value for value in values if value is not None]
     numbers = [v for v in present if isinstance(v, int | float) and not isinstance(v, bool)]
     texts = [v for v in present if isinstance(v, str)]

@@ -24,7 +24,7 @@ def plain(text: str, limit: int = 120) -> str:
 
 
 def run_label(name: str, run_id: str, limit: int = 80) -> str:
-    """Return a run's display name: its name, or its id without one."""
+    """Return a run's name as the dashboard shows it, or its id if it has none."""
     return plain(name, limit) or run_id
 
 

@@ -33,7 +33,7 @@ def query_cells(
     points: int = POINTS,
     branch: Branch = "all",
 ) -> CellsReply | None:
-    """Return a heat map's cells; None if the run has no value of it in these steps."""
+    """Query a heat map's cells for a page; None if the run has no such value in these steps."""
     try:
         reply = source.client.ask(
             CellsQuestion(
@@ -54,7 +54,7 @@ def query_cells(
 def draw_heat_map_controls(
     choices: Sequence[MetricChoice], *, key: str, shade: str
 ) -> tuple[MetricChoice, heatmap.Shade, tuple[int | None, int | None]]:
-    """Draw the controls for metric, color and steps; return their values."""
+    """Draw, on each page with a heat map, the choice of metric, color and steps; return it."""
     by_word = {choice.word: choice for choice in choices}
     with st.container(horizontal=True, vertical_alignment="bottom", key=f"{key}_controls"):
         word = layout.draw_choice("Shown", list(by_word), f"{key}_metric")
@@ -80,7 +80,7 @@ def draw_heat_map(
     key: str,
     names: Sequence[str] = (),
 ) -> None:
-    """Draw a heat map, and show what it omits."""
+    """Draw a heat map for any page that has one, and show below it what it omits."""
     spec = heatmap.heat_map(
         title,
         reply,
@@ -96,7 +96,7 @@ def draw_heat_map(
 
 
 def _notes(reply: CellsReply) -> list[str]:
-    """Return what a heat map omits or combines, as sentences below it."""
+    """Return the sentences that the dashboard shows below a heat map: what it omits or combines."""
     apart = sorted(b - a for a, b in pairwise(reply.step))
     width = apart[len(apart) // 2] if apart else 1  # bad steps are measured more densely
     num_rows = formatting.count(len(reply.rows), "row")

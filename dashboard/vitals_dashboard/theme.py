@@ -127,7 +127,7 @@ DARK = Palette(
 
 
 def palette(theme: str | None) -> Palette:
-    """Return the palette of a theme; light if the browser has not sent it yet."""
+    """Return the dashboard's colors in a theme; light if the browser has not sent it yet."""
     return DARK if theme == "dark" else LIGHT
 
 

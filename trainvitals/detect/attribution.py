@@ -119,18 +119,18 @@ class Onset(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_of_speed(self) -> bool:
-        """Whether the onset concerns the speed of the run, not its numbers."""
+        """Return whether the first change concerns the speed of the run, not its numbers."""
         return self.subject == "loader"
 
     @property
     def is_lasting(self) -> bool:
-        """Whether the onset changed what later steps start from, such as weights."""
+        """Return whether the first change altered what later steps start from, such as weights."""
         is_frozen = self.value == 0.0 and self.sigmas is None
         return is_frozen or self.subject in ("lr", "config") or self.series in _STATE_SERIES
 
     @property
     def is_nonfinite(self) -> bool:
-        """Whether a number turned NaN or infinite at the onset."""
+        """Return whether the first change is a number that turned NaN or infinite."""
         return self.value is None and not self.is_lasting
 
 
@@ -171,11 +171,11 @@ class _SeriesReference:
 
     @property
     def is_judged(self) -> bool:
-        """Whether it has a reference."""
+        """Return whether the series has a normal range, which a first change would leave."""
         return self._scale < math.inf
 
     def sigmas_beyond_limit(self, value: float) -> float:
-        """Return the sigmas of a value that is out, otherwise 0."""
+        """Return by how many sigmas the step's value left its series' range, otherwise 0."""
         ordered = self._ordered
         num = len(ordered)
         if not num or value - value != 0.0:
@@ -190,7 +190,7 @@ class _SeriesReference:
         return away / self._scale if abs(away) > self._limit else 0.0
 
     def add(self, value: float, step: int, *, is_quiet: bool) -> None:
-        """Add the value that was just checked."""
+        """Add the step's value that was just checked for a first change."""
         if value - value != 0.0:
             return
         raw, ordered = self._raw, self._ordered
@@ -215,7 +215,7 @@ class _SeriesReference:
             self._refresh_scale()
 
     def _refresh_scale(self) -> None:
-        """Compute scale and limit of the series again from its quiet values."""
+        """Compute the normal range of the series again from its quiet steps."""
         self._age = 0
         if len(self._away) < LEAST:
             return
@@ -227,6 +227,7 @@ class _SeriesReference:
 
 
 def _sorted_median(ordered: Sequence[float]) -> float:
+    """Return the median of sorted values, from which a first change is measured."""
     return (ordered[(len(ordered) - 1) >> 1] + ordered[len(ordered) >> 1]) / 2
 
 
@@ -251,7 +252,7 @@ class _SeriesArrayReference:
         """Step of the first value: a reference must span ``SPAN`` steps."""
 
     def grow_to(self, num: int) -> None:
-        """Make room for this number of series."""
+        """Make room for this number of series, one per rank or layer that may change first."""
         more = num - self.num
         if more <= 0:
             return
@@ -279,7 +280,7 @@ class _SeriesArrayReference:
         return np.where(is_out & np.isfinite(sigmas), sigmas, 0.0), middle
 
     def add(self, values: Floats, step: int, *, is_quiet: bool) -> None:
-        """Add the values that were just checked; missing ones are NaN."""
+        """Add the step's values, just checked for a first change; missing ones are NaN."""
         there = np.flatnonzero(np.isfinite(values))
         if not len(there):
             return
@@ -304,11 +305,11 @@ class _SeriesArrayReference:
 
     @property
     def is_judged(self) -> bool:
-        """Whether any has a reference."""
+        """Return whether any series has a normal range, which a first change would leave."""
         return bool(np.isfinite(self._scale).any())
 
     def _refresh_scale(self) -> None:
-        """Compute scale and limit of each series again from its quiet values."""
+        """Compute the normal range of each series again from its quiet steps."""
         self._age = 0
         num = np.minimum(self._quiet, REFERENCE)
         away = self._away.astype(np.float64)
@@ -321,7 +322,7 @@ class _SeriesArrayReference:
 
 
 def _median(rows: Floats, num: npt.NDArray[np.int64]) -> Floats:
-    """Return each row's median over its first ``num`` values in order; NaN are sorted last."""
+    """Return the median of each series' first ``num`` values in order; NaN are sorted last."""
     ordered = np.sort(rows, axis=1)
     at = np.maximum(num - 1, 0)[:, None]
     low, high = (np.take_along_axis(ordered, index, 1)[:, 0] for index in (at // 2, (at + 1) // 2))
@@ -335,7 +336,7 @@ class _WriteRatioPeaks:
         self._now, self._before, self._num = np.empty(0), np.empty(0), 0
 
     def find_outliers(self, values: Floats) -> npt.NDArray[np.bool_]:
-        """Return the values that stand out: written, and by more than usual."""
+        """Return the series with a write outside the optimizer step, larger than usual."""
         more = len(values) - len(self._now)
         if more > 0:
             self._now, self._before = np.pad(self._now, (0, more)), np.pad(self._before, (0, more))
@@ -344,7 +345,7 @@ class _WriteRatioPeaks:
         return is_out
 
     def add(self, values: Floats) -> None:
-        """Add the values of a quiet step."""
+        """Add the write ratios of a quiet step, to which later ones are compared."""
         np.fmax(self._now, values, out=self._now)
         self._num += 1
         if self._num >= REFERENCE // 2:
@@ -382,14 +383,14 @@ class _LayerColumns:
         self._rows = [layers.get(name, {}) for name in names]
 
     def column(self, name: str) -> Floats | None:
-        """Return a column, NaN where it is missing; None where no layer has it."""
+        """Return a column of the step's layers, NaN if missing in one; None if missing in all."""
         values = [row.get(name) for row in self._rows]
         if all(value is None for value in values):
             return None
         return np.array([math.nan if v is None else v for v in values], dtype=np.float64)
 
     def has(self, name: str) -> npt.NDArray[np.bool_]:
-        """Return which layers have the column."""
+        """Return which layers of the step have the column."""
         return np.array([name in row for row in self._rows], dtype=np.bool_)
 
 
@@ -403,11 +404,11 @@ class _OnsetEpisode:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether values enter the reference: no series is out, or one has been for too long."""
+        """Return whether values enter the reference: nothing has changed, or for too long."""
         return self.onset is None or self._long >= _LONGEST
 
     def advance(self, attempt: int, out: Sequence[_SeriesOutlier], *, is_old: bool) -> bool:
-        """Add a step; return whether the onset changed."""
+        """Add a step to the episode; return whether its first change is a different one."""
         self._long += 1
         if not out:
             self._quiet += 1
@@ -445,7 +446,7 @@ class _OnsetEpisode:
 def _build_onset(
     attempt: int, first: _SeriesOutlier, out: Sequence[_SeriesOutlier], now: int, *, is_old: bool
 ) -> Onset:
-    """Return the onset of an episode that starts with this series."""
+    """Return the first change of an episode that starts with this series."""
     return Onset(
         attempt=attempt,
         step=first.step,
@@ -462,11 +463,12 @@ def _build_onset(
 
 
 def _to_following_series(each: _SeriesOutlier) -> Next:
+    """Return a series that left its range after the first change."""
     return Next(each.step, each.subject, each.where, each.series)
 
 
 def _merge_following_series(onset: Onset, out: Sequence[_SeriesOutlier]) -> tuple[Next, ...]:
-    """Return the series that followed, each once, at its first step."""
+    """Return the series that followed the first change, each once, at its first step."""
     followed = {(each.subject, each.where, each.series): each for each in onset.next}
     onset_key = (onset.subject, onset.where, onset.series)
     for each in out:
@@ -518,21 +520,21 @@ class OnsetTracker:
 
     @property
     def is_judging(self) -> bool:
-        """Whether any series has a reference yet."""
+        """Return whether any series has a normal range yet, so that a first change is found."""
         return self._num_judged > 0
 
     @property
     def judged_from(self) -> tuple[int, int]:
-        """Attempt and step from which onsets are found; the maximum while this is impossible."""
+        """Return attempt and step from which first changes are found; the maximum before."""
         return self._judged_from
 
     @property
     def onsets(self) -> tuple[Onset, ...]:
-        """The latest onsets, in the order in which they were seen."""
+        """Return the first changes of the latest episodes, in the order of their detection."""
         return tuple(self._onsets.values())
 
     def update(self, merged: MergedStep) -> bool:
-        """Add one step; return whether an onset started, or was replaced by an earlier one."""
+        """Add one step; return whether a first change was found, or replaced by an earlier one."""
         before, self._key = self._key, (merged.attempt, merged.step)
         follows = (merged.attempt, merged.step - 1) == before
         if not follows and before[1] >= 0:  # a rollback or restart: no difference to the last step
@@ -587,7 +589,7 @@ class OnsetTracker:
         self._out.append(_SeriesOutlier(step, order, subject, where, series, value, usual, sigmas))
 
     def _attribute_loss_to_data(self, merged: MergedStep) -> None:
-        """Name the data once a loss that was out is back from one step to the next.
+        """Name the data as the first change once a loss outlier is over within one step.
 
         Damaged weights and optimizer states do not heal in a step, so the batches were bad. Without
         this, only a measurement of the weights tells the two apart.
@@ -614,7 +616,7 @@ class OnsetTracker:
     def _update_episode(
         self, episode: _OnsetEpisode, attempt: int, out: Sequence[_SeriesOutlier], *, is_old: bool
     ) -> bool:
-        """Add a step to an episode and record its onset; return whether it is new."""
+        """Add a step to an episode and record its first change; return whether it is new."""
         was = episode.onset
         if not episode.advance(attempt, out, is_old=is_old) or episode.onset is None:
             return False
@@ -630,7 +632,7 @@ class OnsetTracker:
     def _sigmas_beyond_limit(
         self, name: str, values: Floats, *, of_layers: bool = True
     ) -> tuple[Floats, Floats]:
-        """Return the sigmas of a column's series that are out, and its middles; added later."""
+        """Return by how many sigmas a column's series left their ranges, and their usual values."""
         courses = self._of_layers if of_layers else self._courses
         course = courses.get(name)
         if course is None:
@@ -644,7 +646,7 @@ class OnsetTracker:
     # ------------------------------------------------------------------------------- settings
 
     def _find_setting_changes(self, merged: MergedStep) -> None:
-        """Note deliberate jumps of the learning rate and of other settings."""
+        """Return deliberate jumps of the learning rate and other settings as first changes."""
         rate = number(merged.run.get("learning_rate"))
         if rate is not None:
             factor = number(merged.run.get("lr_factor")) or 1.0
@@ -667,14 +669,14 @@ class OnsetTracker:
                 self._add_outlier(0, "config", "", name, value, before)
 
     def _is_rare(self, name: str) -> bool:
-        """Return whether a setting has not jumped in the reference; record the current jump."""
+        """Return whether a setting's jump is its first in the reference; record the jump."""
         last, self._changed_at[name] = self._changed_at.get(name), self._num_steps
         return last is None or self._num_steps - last > REFERENCE
 
     # ------------------------------------------------------------------------- losses and waits
 
     def _judge_losses(self, merged: MergedStep) -> tuple[bool, float]:
-        """Return whether losses moved, and the sigmas of the total gradient norm."""
+        """Check the losses for a first change; return whether they moved, and the norm's sigmas."""
         finite_losses = [v for v in merged.ranks.get("rank_loss", ()) if v is not None]
         if not finite_losses and (loss := merged.run.get("loss")) is not None:
             finite_losses = [loss]
@@ -694,7 +696,7 @@ class OnsetTracker:
         return lossy, sigmas
 
     def _judge_finite_losses(self, losses: Sequence[float]) -> bool:
-        """Judge the ranks' finite losses; return whether a loss left its normal range."""
+        """Check the ranks' finite losses for a first change; return whether one left its range."""
         mean = math.fsum(losses) / len(losses)
         sigmas, middle = self._check_series("loss", mean)
         self._loss_height = (mean - middle, sigmas > 0.0)
@@ -717,6 +719,7 @@ class OnsetTracker:
         return lossy
 
     def _judge_rank_norms(self, merged: MergedStep, *, lossy: bool) -> None:
+        """Check whether one rank's gradient norm is the first change."""
         norms, ranks = finite(merged.ranks.get("rank_grad_norm"))
         if not 1 < len(norms) <= MOST_RANKS or len(norms) < len(merged.ranks["rank_grad_norm"]):
             return
@@ -731,7 +734,7 @@ class OnsetTracker:
             self._add_outlier(12.5, "rank", f"rank:{ranks[top]}", "rank_grad_norm", *numbers)
 
     def _check_series(self, name: str, value: float) -> tuple[float, float]:
-        """Return a series' sigmas if it is out, otherwise 0, and its middle; added later."""
+        """Return by how many sigmas a series left its range, to find the first change, or 0."""
         course = self._series.get(name)
         if course is None:
             course = self._series[name] = _SeriesReference(_FLOORS[name.partition("/")[0]])
@@ -742,7 +745,7 @@ class OnsetTracker:
     def _check_rank_series(
         self, name: str, values: Sequence[float], others: Sequence[float]
     ) -> Sequence[float]:
-        """Return the sigmas of each rank's distance from the others, 0 if it is not out."""
+        """Return by how many sigmas each rank left its distance from the others, or 0."""
         relative = [value - other for value, other in zip(values, others, strict=True)]
         if len(values) > _FEW_RANKS:
             zeds, _ = self._sigmas_beyond_limit(name, np.array(relative), of_layers=False)
@@ -750,7 +753,7 @@ class OnsetTracker:
         return [self._check_series(f"{name}/{i}", value)[0] for i, value in enumerate(relative)]
 
     def _judge_data_waits(self, merged: MergedStep) -> list[_SeriesOutlier]:
-        """Judge the longest wait of a rank for the data loader."""
+        """Check whether the longest wait of a rank for the data loader is the first change."""
         waits, ranks = finite(merged.ranks.get("data_wait_seconds"))
         if not waits:
             return []
@@ -771,6 +774,7 @@ class OnsetTracker:
     # ------------------------------------------------------------------------------- layers
 
     def _judge_layer_rows(self, merged: MergedStep, *, lossy: bool, follows: bool) -> None:
+        """Check the numbers of the step's layers for a first change, in causal order."""
         for name in merged.layers:
             if name not in self._known and len(self._names) < MOST_LAYERS:
                 self._known.add(name)
@@ -791,7 +795,7 @@ class OnsetTracker:
         self._add_outlier(order, "layer", self._names[at], series, *numbers)
 
     def _judge_tensor_writes(self, rows: _LayerColumns) -> None:
-        """Judge writes to weights and optimizer states outside the optimizer step."""
+        """Check weights and optimizer states for writes outside the step, as first changes."""
         for name, order, subject in _WRITES:
             written = rows.column(name)
             if written is None:
@@ -810,7 +814,7 @@ class OnsetTracker:
                 peaks.add(written)
 
     def _find_nonfinite_weights(self, rows: _LayerColumns, merged: MergedStep) -> None:
-        """Name the layer whose weights the check after a bad step found to be non-finite.
+        """Name the layer whose non-finite weights, found after a bad step, came first.
 
         A skipped update changes nothing: the weights were so before the first bad loss of the row.
         """
@@ -824,6 +828,7 @@ class OnsetTracker:
             self._add_outlier(4.4, "layer", where, "weight_norm", steps_back=back)
 
     def _judge_weight_norms(self, rows: _LayerColumns, *, is_next: bool) -> None:
+        """Check whether the norm of a layer's weights is the first change."""
         weights = rows.column("weight_norm")
         if weights is None:
             return
@@ -844,6 +849,7 @@ class OnsetTracker:
             self._add_layer(4, at, "weight_norm", *numbers)
 
     def _judge_activations(self, rows: _LayerColumns) -> None:
+        """Check whether a layer's activations are the first change."""
         rms = rows.column("activation_rms")
         if rms is None:
             return
@@ -863,7 +869,7 @@ class OnsetTracker:
         self._add_outlier(11, subject, where, "activation_rms", *numbers)
 
     def _judge_layer_gradients(self, rows: _LayerColumns, *, lossy: bool) -> bool:
-        """Return whether any layer's gradient norm left its normal range."""
+        """Check the layers' gradient norms for a first change; return whether any moved."""
         norms = rows.column("grad_norm")
         if norms is None:
             return False
@@ -896,7 +902,7 @@ class OnsetTracker:
         return bool(z.max() >= SIGMAS / 2)
 
     def _judge_gradient_shares(self, norms: Floats, away: Floats, lossy: bool) -> None:
-        """Judge each layer's gradient norm relative to the other layers: what all share cancels.
+        """Check whether a layer's gradient norm, relative to the others', changed first.
 
         Args:
             norms: gradient norm of each layer.
@@ -926,7 +932,7 @@ class OnsetTracker:
             self._add_layer(13, high, "grad_norm", float(norms[high]), usual, float(z[high]))
 
     def _judge_update_norms(self, rows: _LayerColumns, *, calm: bool) -> None:
-        """Judge the update that led to this step: it belongs to the previous step.
+        """Check whether the update that led to this step was the first change.
 
         ``calm``: the gradients of that step were normal, so they did not cause it.
         """
@@ -947,18 +953,18 @@ class OnsetTracker:
 
 
 def _logarithm(values: Floats) -> Floats:
-    """Return logarithms; NaN for values without one."""
+    """Return the logarithms that the detector judges of a step's series; NaN without one."""
     is_positive = values > 0.0
     return np.log(np.where(is_positive, values, np.nan))
 
 
 def _log(value: float | None) -> float:
-    """Return a logarithm; NaN for a value without one."""
+    """Return the logarithm that the detector judges of a step's number; NaN without one."""
     return math.log(value) if value is not None and value > 0.0 else math.nan
 
 
 def _medians_of_others(values: Sequence[float]) -> list[float]:
-    """Return for each value the median of the others; with many values, the median of all."""
+    """Return for each series the median of the others: a change that all share came not first."""
     num = len(values)
     if num > _FEW_RANKS:
         return [_sorted_median(sorted(values))] * num
@@ -972,7 +978,7 @@ def _medians_of_others(values: Sequence[float]) -> list[float]:
 
 
 def _is_deliberate_change(before: float | None, value: float | None) -> bool:
-    """Return whether a setting was changed deliberately, not by a schedule."""
+    """Return whether a setting was changed deliberately, which counts as a first change."""
     if before is None or value is None:
         return before is not value
     low, high = sorted((abs(before), abs(value)))

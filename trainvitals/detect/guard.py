@@ -46,15 +46,16 @@ class GuardDetector(Detector):
         self._zero_told = False
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
-        """Add one step and return the findings about it."""
+        """Detect steps that nothing measured, and steps whose gradients are exactly 0."""
         if not (record.failed_ranks or record.no_gradient or self._weight or self._zero):
             return ()
         return self._unmeasured_findings(record) + self._zero_gradient_findings(record)
 
     def rebaseline(self, steps: int = 0) -> None:
-        """Do nothing: no planned change explains either."""
+        """Do nothing: no planned change explains what this detector reports."""
 
     def _unmeasured_findings(self, record: StepRecord) -> tuple[Finding, ...]:
+        """Count steps that a rank could not measure; return a finding once they are many."""
         if not record.failed_ranks:
             self._weight = max(0, self._weight - 1)
             if not self._weight:
@@ -79,6 +80,7 @@ class GuardDetector(Detector):
         )  # fmt: skip
 
     def _zero_gradient_findings(self, record: StepRecord) -> tuple[Finding, ...]:
+        """Count steps with gradients of exactly 0; return a finding once they are many."""
         if not record.no_gradient:
             if not record.failed_ranks:  # an unmeasured step neither counts nor ends the row
                 self._zero, self._zero_told = 0, False

@@ -111,7 +111,7 @@ class LevelDetector(Detector):
         self._looks: list[float] = []
 
     def update(self, record: StepRecord, shifted: bool = False) -> tuple[Finding, ...]:
-        """Add one step and return the findings about it.
+        """Judge the loss level after one step; return the findings about it.
 
         A step that was not applied is left out. ``shifted``: a new level was reported in this step.
         """
@@ -159,12 +159,12 @@ class LevelDetector(Detector):
         self._onset, self._at_once, self._silent = -1, False, False
 
     def _is_recurring_rise(self, rise: float) -> bool:
-        """Return whether such rises end by themselves: the run has had several of them."""
+        """Return whether such rises of the loss end without action: the run has had several."""
         tops = [top for seen, top in self._recovered if self._seen - seen <= _RISES_WITHIN]
         return len(tops) >= _RECURS and rise <= _HIGHER * max(tops)
 
     def _is_recovering(self, level: float, best: float) -> bool:
-        """Whether the latest quarter of the window has undone most of the rise.
+        """Return whether the latest quarter of the window has undone most of the loss's rise.
 
         It is compared with the previous quarter and with the level. After a spike the median stays
         high for longer than the loss: half of its window is in the spike. A loss that stops falling
@@ -185,7 +185,7 @@ class LevelDetector(Detector):
         self._since, self._looks = 0, [level]
 
     def _change_point(self, level: float, best: float) -> int:
-        """Return the first step of the rise: the lowest point of a CUSUM over the window.
+        """Return the first step of the loss's rise: the lowest point of a CUSUM.
 
         Each loss is compared with the middle between the two levels, and counts at most as much as
         the rise: one spike before it does not move the result.
@@ -227,6 +227,7 @@ class LevelDetector(Detector):
     def _plateau_findings(
         self, record: StepRecord, level: float, best: float
     ) -> tuple[Finding, ...]:
+        """Report a loss level that stays above its lowest, unless it is a known divergence."""
         config = self._config
         if self._is_far and not self._at_once:
             return ()  # already reported as a divergence
@@ -251,7 +252,7 @@ class LevelDetector(Detector):
         )  # fmt: skip
 
     def rebaseline(self, steps: int = 0) -> None:
-        """Discard the level and the lowest: a planned or accepted change."""
+        """Discard the loss level and its lowest: a planned or accepted change."""
         self._losses.clear()
         self._steps.clear()
         self._noise = 0.0
@@ -335,6 +336,7 @@ class DriftDetector(Detector):
         self._reset_state()
 
     def _reset_state(self) -> None:
+        """Reset the loss's lowest levels and the drift that was reported."""
         self._num = 0
         self._lowest: list[float | None] = [None] * len(_SPANS)
         self._peaks = [0.0] * len(_SPANS)
@@ -344,7 +346,7 @@ class DriftDetector(Detector):
         """Blocks in which another finding about the loss already covers a rise."""
 
     def update(self, record: StepRecord, already: bool = False) -> tuple[Finding, ...]:
-        """Add one step and return the findings about it.
+        """Judge after one step whether the loss level drifts up; return the findings.
 
         ``already``: another finding about the loss was reported in this step.
         """
@@ -415,7 +417,7 @@ class DriftDetector(Detector):
         return findings
 
     def _block_noise(self) -> float:
-        """Return a block's deviation, from adjacent blocks; a few jumps do not count."""
+        """Return the noise of a block's loss, from adjacent blocks; a few jumps do not count."""
         ordered = sorted(self._differences)
         if not ordered:
             return 0.0
@@ -424,7 +426,7 @@ class DriftDetector(Detector):
         return math.sqrt(squares / len(ordered) / 2.0)
 
     def _upward_movement(self, i: int, span: int) -> float:
-        """Return the upward movement of a level from one span to the next, as a deviation.
+        """Return how much the loss level usually rises from one span to the next.
 
         Blocks that may belong to the judged rise are left out.
         """
@@ -450,12 +452,13 @@ class DriftDetector(Detector):
         )  # fmt: skip
 
     def _reset_blocks(self) -> None:
+        """Discard the loss levels of all blocks, and what the detector derived from them."""
         self._blocks.clear()
         self._begins.clear()
         self._reset_state()
 
     def rebaseline(self, steps: int = 0) -> None:
-        """Discard everything: a planned change."""
+        """Discard all loss levels and their noise: a planned change."""
         self._block.clear()
         self._reset_blocks()
         self._differences.clear()
@@ -545,6 +548,7 @@ class ProgressDetector(Detector):
         self._reset_state()
 
     def _reset_state(self) -> None:
+        """Discard the loss levels from which the detector measures progress."""
         self._seen = 0
         self._start: list[float] = []
         self._first: float | None = None
@@ -559,7 +563,7 @@ class ProgressDetector(Detector):
         """Loss before the collapse; the collapse ends at half of it."""
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
-        """Add one step and return the findings about it."""
+        """Judge the progress of the loss after one step; return the findings about it."""
         loss = record.loss
         if loss is None or record.skipped or not math.isfinite(loss):
             return ()
@@ -598,6 +602,7 @@ class ProgressDetector(Detector):
     def _lost_progress_findings(
         self, record: StepRecord, losses: list[float], first: float
     ) -> tuple[Finding, ...]:
+        """Report a loss that has given back most of what the run had learned."""
         older = sorted(losses[:_LEVEL])[_LEVEL >> 1]
         self._best = older if self._best is None else min(self._best, older)
         best, gain = self._best, first - self._best
@@ -628,6 +633,7 @@ class ProgressDetector(Detector):
     # --------------------------------------------------------------------------- collapse
 
     def _collapse_findings(self, record: StepRecord, losses: list[float]) -> tuple[Finding, ...]:
+        """Report a loss that suddenly dropped to almost zero."""
         newest = losses[-_BOTTOM:]
         if self._collapsed is not None:
             if sorted(newest)[_BOTTOM >> 1] > 0.5 * self._collapsed:
@@ -663,6 +669,7 @@ class ProgressDetector(Detector):
     def _not_learning_findings(
         self, record: StepRecord, losses: list[float]
     ) -> tuple[Finding, ...]:
+        """Report a loss that does not fall from its start, or is stuck since a restart."""
         start, ordered = self._start, sorted(losses)
         if len(start) < _START or len(losses) < _KEPT or min(start) <= 0.0 or ordered[0] <= 0.0:
             return ()
@@ -702,7 +709,7 @@ class ProgressDetector(Detector):
         )  # fmt: skip
 
     def rebaseline(self, steps: int = 0) -> None:
-        """Measure progress again: a planned change or a restart; the other detectors are silent."""
+        """Measure the loss's progress again: a planned change or a restart."""
         lowest = min(
             (level for level in (self._best, self._lowest, self._before) if level is not None),
             default=None,
@@ -712,6 +719,6 @@ class ProgressDetector(Detector):
         self._reset_state()
 
     def accept_level(self) -> None:
-        """Measure progress from the accepted level: a run that is healthy there is not stuck."""
+        """Measure progress from the loss level that was accepted: the run is not stuck there."""
         self.rebaseline()
         self._learning = -1

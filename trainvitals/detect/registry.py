@@ -40,7 +40,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_causes(self) -> tuple[str, ...]:
-        """Name of the kind, and the causes that represent the kind in decisions."""
+        """Return the kind of finding and its causes, by which decisions name what they act on."""
         return (self.name, *self.alerts, *self.causes)
 
 
@@ -56,7 +56,7 @@ class DetectorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _acceptable_kind(name: str, alert: str = "", *, level: bool = False) -> Kind:
-    """Return a kind of finding that an operator may accept as healthy."""
+    """Return a row of the registry: a kind of finding that an operator may accept as healthy."""
     return Kind(name=name, alert=alert, is_of_the_level=level, may_be_accepted=True)
 
 
@@ -287,11 +287,11 @@ DOMAINS: Mapping[str, Domain] = {
 
 
 def kinds_about(subject: Subject) -> frozenset[str]:
-    """Return the kinds of findings about a subject, such as machines."""
+    """Return the registered kinds of findings about a subject, such as machines."""
     return frozenset(kind.name for kind in KINDS.values() if kind.subject == subject)
 
 
 def finding_alert_name(kind: str, cause: str) -> str:
-    """Return the name of the alert that such a finding raises by itself; empty: none."""
+    """Return the alert that the registry of kinds gives to such a finding; empty: none."""
     row = KINDS.get(kind)
     return "" if row is None else row.alerts.get(cause, row.alert)

@@ -164,13 +164,13 @@ class CollectorClient:
     # -------------------------------------------------------------------------- for agents
 
     def ingest(self, raw: bytes) -> IngestReply:
-        """Store one batch; committed when this returns."""
+        """Send one batch over HTTP; the collector has committed it when this returns."""
         return self.ingest_all([raw])[0]
 
     def ingest_all(
         self, raws: Sequence[bytes], *, asks: bool = False, writer_key: str = ""
     ) -> tuple[IngestReply, ...]:
-        """Store batches together; accepted ones are committed when this returns.
+        """Send batches in one HTTP request; accepted ones are committed when this returns.
 
         Args:
             raws: the batches.
@@ -198,7 +198,7 @@ class CollectorClient:
         return replies
 
     def mark_delivered(self, run_id: str, number: int, incarnation: str) -> None:
-        """Report that a command is in the run's mailbox, for this incarnation of its rank 0."""
+        """Report over HTTP that a command is in the mailbox, for this incarnation of rank 0."""
         path = _url_path("runs", run_id, "commands", str(number), "delivered")
         request = DeliveredRequest(incarnation=incarnation)
         self._send("POST", path, **_json_body_kwargs(msgspec.json.encode(request)))
@@ -206,7 +206,7 @@ class CollectorClient:
     # ------------------------------------------------------------------------- for readers
 
     def answers(self) -> bool:
-        """Return whether the collector responds; one with a full disk (503) can be read.
+        """Return whether the collector responds to HTTP; with a full disk (503) it can be read.
 
         Raises:
             ServerIdentityError: a server responds that cannot prove to be the collector.
@@ -222,7 +222,7 @@ class CollectorClient:
             return False
 
     def ask(self, question: Question[A]) -> A:
-        """Return the collector's response."""
+        """Send a query as an HTTP request; return the collector's decoded response."""
         request = build_http_request(question)
         body = request.body
         how = {"params": request.params} if body is None else _json_body_kwargs(body)
@@ -232,25 +232,25 @@ class CollectorClient:
     # -------------------------------------------------------------------------- for orders
 
     def annotate(self, run_id: str, request: AnnotationRequest) -> AnnotationView:
-        """Write a note at a step; it is shown on the curves and stored forever."""
+        """Post a note at a step over HTTP; it is shown on the curves, permanently."""
         return self._post(AnnotationView, request, "runs", run_id, "annotations")
 
     def ack_alert(self, fingerprint: str, request: AckRequest) -> AlertView:
-        """Acknowledge an alert, or silence it if ``silence_seconds`` is given."""
+        """Acknowledge an alert over HTTP, or silence it if ``silence_seconds`` is given."""
         return self._post(AlertView, request, "alerts", fingerprint, "ack")
 
     def silence(self, request: SilenceRequest) -> SilenceView:
-        """Silence all alerts that fit the matchers."""
+        """Silence all alerts that fit the matchers, with one HTTP request."""
         return self._post(SilenceView, request, "silences")
 
     def end_silence(self, silence_id: int, request: EndSilenceRequest) -> SilenceView:
-        """End a silence early."""
+        """End a silence early, with one HTTP request."""
         return self._post(SilenceView, request, "silences", str(silence_id), "end")
 
     def send_command(
         self, run_id: str, request: CommandRequest, *, issued_by: str, keys: Path
     ) -> CommandView:
-        """Send a command to the run's policy, signed here.
+        """Sign a command with the control key here, and post it over HTTP.
 
         Args:
             run_id: the run.
@@ -269,7 +269,7 @@ class CollectorClient:
     # ---------------------------------------------------------------------------- plumbing
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the HTTP connections."""
         self._http.close()
 
     def __enter__(self) -> "CollectorClient":
@@ -284,7 +284,7 @@ class CollectorClient:
         return self._send_and_decode(answer, "POST", _url_path(*path), **how)
 
     def _send_and_decode(self, answer: type[T], method: str, path: str, **how: Any) -> T:
-        """Send a request to the collector, and return the decoded response."""
+        """Send an HTTP request to the collector, and return the decoded response."""
         raw = self._send(method, path, **how)
         try:
             return from_json(raw, answer)
@@ -296,7 +296,7 @@ class CollectorClient:
             ) from error
 
     def _send(self, method: str, path: str, **how: Any) -> bytes:
-        """Send a request to the collector, and return the response's body."""
+        """Send an HTTP request to the collector, and return the response's body."""
         import httpx
 
         headers = {**self._headers, **how.pop("headers", {})}
@@ -317,7 +317,7 @@ class CollectorClient:
 def open_collector_client(
     collector: CollectorAddress, scope: str = "read", *, timeout: float = 5.0
 ) -> CollectorClient:
-    """Return a client with the token of a scope; "" is no token.
+    """Return an HTTP client with the token of a scope; for "" without a token.
 
     Raises:
         UnauthorizedError: the token file has no token of that scope.
@@ -337,7 +337,7 @@ def open_collector_client(
 
 
 def discover_collector(environ: Mapping[str, str]) -> CollectorAddress | None:
-    """Return the collector in the environment, otherwise this user's own; None without one.
+    """Find the URL for HTTP clients in the environment or this user's files; None without one.
 
     ``VITALS_COLLECTOR_URL`` and ``VITALS_TOKEN_FILE`` come first, then the files that a collector
     writes into its data directory. Whether it responds is checked only if several are named.
@@ -351,7 +351,7 @@ def discover_collector(environ: Mapping[str, str]) -> CollectorAddress | None:
 
 
 def first_responding_url(named: str, tls: TlsTrust) -> str:
-    """Return the first of the named URLs that responds, otherwise the first one."""
+    """Return the first of the named URLs that responds to HTTP, otherwise the first one."""
     urls = collector_urls(named)
     for url in urls if len(urls) > 1 else ():
         with CollectorClient(url, tls=tls) as client:
@@ -364,7 +364,7 @@ def first_responding_url(named: str, tls: TlsTrust) -> str:
 
 
 def collector_on(data: Path, token_file: Path | str = "") -> CollectorAddress | None:
-    """Return the collector of a data directory; None: none runs there.
+    """Return the collector that a data directory's files name; None: none runs there.
 
     On its machine its socket is used, elsewhere its URL if that is not loopback.
 
@@ -381,7 +381,7 @@ def collector_on(data: Path, token_file: Path | str = "") -> CollectorAddress | 
 
 
 def url_in(data: Path) -> str:
-    """Return the local URL of a data directory's collector; "": there is none.
+    """Read the local socket or URL of a data directory's collector from its file; "" for none.
 
     Raises:
         InsecurePathError: another user could have written it.
@@ -404,7 +404,7 @@ def url_in(data: Path) -> str:
 
 
 def read_collector_file(data: Path) -> CollectorFile | None:
-    """Return the content of the file in a collector's data directory; None if it is unreadable.
+    """Read the private file in a collector's data directory; None if it is unreadable.
 
     Raises:
         InsecurePathError: another user could have written it.
@@ -417,7 +417,7 @@ def read_collector_file(data: Path) -> CollectorFile | None:
 
 
 def _is_alive(pid: int) -> bool:
-    """Return whether this user's process of that id lives: another program may have its port."""
+    """Return whether the process that a collector's file names lives: its port may be reused."""
     try:
         os.kill(pid, 0)
     except (OSError, OverflowError):
@@ -426,7 +426,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def read_tokens(path: Path | str) -> CollectorTokens:
-    """Return the tokens in a file that only this user may read.
+    """Read the tokens in a private file, which only this user may read.
 
     Raises:
         UsageError: it is missing or not a token file.
@@ -442,17 +442,17 @@ def read_tokens(path: Path | str) -> CollectorTokens:
 
 
 def _url_path(*parts: str) -> str:
-    """Return a path of the collector's API, with its parts quoted."""
+    """Return the path of an HTTP request to the collector, with its parts quoted."""
     return "/v1/" + "/".join(quote(part, safe="") for part in parts)
 
 
 def _json_body_kwargs(body: bytes) -> dict[str, Any]:
-    """Return the httpx arguments of a request with a JSON body."""
+    """Return the httpx arguments of an HTTP request with a JSON body."""
     return {"content": body, "headers": {"Content-Type": "application/json"}}
 
 
 def response_error(url: str, path: str, response: "httpx.Response") -> VitalsError:
-    """Return the error for a response other than 2xx."""
+    """Return the error for an HTTP response other than 2xx from the collector."""
     status = response.status_code
     try:
         problem = msgspec.json.decode(response.content, type=Problem)
@@ -484,7 +484,7 @@ def response_error(url: str, path: str, response: "httpx.Response") -> VitalsErr
 
 
 def _retry_after(response: "httpx.Response") -> float:
-    """The seconds that the response requests; other forms of the header are ignored."""
+    """Return the seconds that an HTTP response requests; ignore other forms of the header."""
     text = response.headers.get("Retry-After", "").strip()
     if not text.isascii() or not text.isdigit():
         return 0.0

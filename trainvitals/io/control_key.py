@@ -44,7 +44,7 @@ def control_folder(
 
 
 def make_control_key(folder: Path) -> None:
-    """Create both halves unless a public one exists.
+    """Create both halves of the control key as private files, unless a public one exists.
 
     A directory with only ``control.pub`` is unchanged: commands are then signed elsewhere.
 
@@ -68,7 +68,7 @@ def make_control_key(folder: Path) -> None:
 
 
 def sign_manual_command(command: Command, folder: Path) -> Command:
-    """Return the command with an operator's signature over all its fields.
+    """Sign all fields of an operator's command with the control key in the directory.
 
     Raises:
         UnauthorizedError: there is no control key in the directory.
@@ -81,7 +81,7 @@ def sign_manual_command(command: Command, folder: Path) -> Command:
 
 
 def read_control_key(folder: Path) -> bytes:
-    """Return the secret half.
+    """Return the secret half of the control key from its private file.
 
     Raises:
         UnauthorizedError: there is none in the directory.
@@ -99,7 +99,7 @@ def read_control_key(folder: Path) -> bytes:
 
 
 def verify_manual_command(command: Command, folder: Path) -> None:
-    """Check an operator's signature against the directory's ``control.pub``.
+    """Check an operator's signature with the key file ``control.pub`` in the directory.
 
     Raises:
         UnauthorizedError: it is not signed with the control key, or the key is not known here.
@@ -132,7 +132,7 @@ def verify_manual_command(command: Command, folder: Path) -> None:
 
 
 def _ed25519() -> Any:
-    """Imported only for a command: no rank pays for it at its start."""
+    """Import the package for the control key only for a command: no rank loads it at its start."""
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
@@ -144,7 +144,7 @@ def _ed25519() -> Any:
 
 
 def _encode_signed_fields(command: Command) -> bytes:
-    """Return the signed bytes: all fields except the signatures.
+    """Return the bytes that the control key signs: all fields except the signatures.
 
     Empty fields are omitted, so that a later version's new field changes nothing if it is not used.
     """
@@ -161,5 +161,6 @@ def _key_line(raw: bytes) -> bytes:
 
 
 def _read_key_file(path: Path) -> bytes:
+    """Read one half of the control key from its private file; refuse a damaged one."""
     hint = "copy it again from the collector's data folder"
     return decode_key(read_fd(open_private(path)), path, _BYTES, hint)

@@ -58,7 +58,7 @@ class HeartbeatWriter:
             raise
 
     def write(self, word: Heartbeat) -> None:
-        """Replace the content.
+        """Replace the content of the heartbeat's file, one page.
 
         Raises:
             UsageError: it is too long for the page.
@@ -78,14 +78,14 @@ class HeartbeatWriter:
             os.pwrite(self._fd, raw, 0)
 
     def close(self) -> None:
-        """Unmap the page; its last content stays."""
+        """Unmap the file of the heartbeat; its last content stays."""
         if self._map is not None:
             self._map.close()
         os.close(self._fd)
 
 
 def read_heartbeat(directory: Path) -> Heartbeat:
-    """Return the latest heartbeat of the rank with the journal in ``directory``.
+    """Read the latest heartbeat from the file next to a rank's journal in ``directory``.
 
     Raises:
         FileNotFoundError: it has none, as ranks of earlier versions.

@@ -160,7 +160,7 @@ class CommandInbox:
     block genuine ones."""
 
     def poll(self, *, step: int) -> CommandAck | None:
-        """Read a new command; one that is not valid is returned as its refusal."""
+        """Read a new command from the mailbox; return the refusal of an invalid one."""
         number = self.mailbox.number()
         if number in (self._seen, self.last_number):
             return None
@@ -188,7 +188,7 @@ class CommandInbox:
 
 
 def sign_command(command: Command, key: bytes) -> Command:
-    """Return the command with its signature: HMAC-SHA256 over all its other fields."""
+    """Sign a command for the mailbox with the run's key: HMAC-SHA256 over all other fields."""
     return msgspec.structs.replace(command, signature=_signature(command, key))
 
 
@@ -217,7 +217,7 @@ def verify_command(
 
 
 def check_command(command: Command, run_id: str, now_unix_ns: int) -> None:
-    """Raise an error for a command of another run, or an expired one.
+    """Raise an error for a command in a mailbox or file if it is another run's, or expired.
 
     Raises:
         UsageError: another run's.
@@ -229,7 +229,7 @@ def check_command(command: Command, run_id: str, now_unix_ns: int) -> None:
 
 
 def check_time(command: Command, now_unix_ns: int) -> None:
-    """Raise an error for a command that is expired by this machine's clock, or from the future.
+    """Raise an error for a command that is too old for the mailbox, or from the future.
 
     Raises:
         ExpiredError: states the allowed difference of the clocks.

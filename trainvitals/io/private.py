@@ -140,7 +140,7 @@ class FileOwner:
 
     @classmethod
     def current_user(cls) -> Self:
-        """Return this process's user."""
+        """Return this process's user as the owner whose files are trusted."""
         return cls(os.geteuid())
 
     @classmethod
@@ -195,7 +195,7 @@ class FileOwner:
 
 @functools.cache
 def _is_private_group(gid: int, uid: int) -> bool:
-    """Return whether a group is a user's private one: with umask 002, all their files are 0775."""
+    """Return whether a file's group is its owner's private one: with umask 002 files are 0775."""
     try:
         user, group = pwd.getpwuid(uid).pw_name, grp.getgrgid(gid)
     except KeyError:
@@ -332,12 +332,13 @@ def sync_folder(path: Path) -> None:
 
 
 def _sync_directory(folder: int) -> None:
+    """Sync an open directory to the disk, unless its file system refuses."""
     with contextlib.suppress(OSError):  # some network file systems refuse to
         os.fsync(folder)
 
 
 def write_all(fd: int, raw: bytes, offset: int) -> None:
-    """Write all bytes at the offset, in as many calls as needed."""
+    """Write all bytes to the open file at the offset, in as many calls as needed."""
     view = memoryview(raw)
     while view:
         num = os.pwrite(fd, view, offset)
@@ -378,7 +379,7 @@ def decode_key(raw: bytes, path: Path, num_bytes: int, hint: str) -> bytes:
 
 
 def mac_of(key: bytes, *parts: bytes) -> str:
-    """Return an HMAC-SHA256 over the parts, each with its length: boundaries count."""
+    """Sign the contents of a private file: HMAC-SHA256 over the parts, each with its length."""
     mac = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
         mac.update(len(part).to_bytes(8, "little"))

@@ -138,7 +138,7 @@ def conditions_of(connection: Connection, run_id: str) -> tuple[Finding, ...]:
 
 
 def unread_runs(connection: Connection, of: Collection[str] | None = None) -> list[str]:
-    """Return the runs, of all or of some, with stored rows that the detectors have not processed.
+    """Return the runs, of all or some, with stored rows that the fleet detectors lack.
 
     The latest sample of a host always waits for the next one of its node.
     """
@@ -165,24 +165,24 @@ def unread_runs(connection: Connection, of: Collection[str] | None = None) -> li
 
 
 def suspend_watching(connection: Connection, run_id: str) -> None:
-    """Record that watching a run fails repeatedly: its rows can be rolled up without it."""
+    """Record that fleet detectors fail on a run: its rows can be rolled up without them."""
     statement = insert(connection, engine_state).values(name=_ASIDE + run_id, body=b"")
     connection.execute(statement.on_conflict_do_nothing(index_elements=["name"]))
 
 
 def resume_watching(connection: Connection, run_id: str) -> None:
-    """Note that a run which was set aside is watched again."""
+    """Record that the fleet detectors process a suspended run again."""
     connection.execute(delete(engine_state).where(engine_state.c.name == _ASIDE + run_id))
 
 
 def load_suspended_runs(connection: Connection) -> set[str]:
-    """Return the runs that were set aside."""
+    """Return the runs whose rows the fleet detectors cannot process, after repeated errors."""
     query = select(engine_state.c.name).where(engine_state.c.name.startswith(_ASIDE))
     return {name.removeprefix(_ASIDE) for name in connection.execute(query).scalars()}
 
 
 def delete_watch_progress(connection: Connection, run_id: str) -> None:
-    """Delete a removed run's progress."""
+    """Delete what the fleet detectors have stored about a removed run."""
     names = (watch_state_name(run_id), _ASIDE + run_id)
     connection.execute(delete(engine_state).where(engine_state.c.name.in_(names)))
 
@@ -254,7 +254,7 @@ class StallReports:
     _follower: HangFollower = field(default_factory=HangFollower)
 
     def load_events(self, connection: Connection, run_id: str, now_ns: int) -> None:
-        """Read events since the last poll."""
+        """Read the agents' reports on stalled ranks that arrived since the last poll."""
         conditions = (events.c.run_id == run_id, events.c.kind == RanksStill.__name__)
         last = select(events.c.incarnation, func.max(events.c.seq)).where(*conditions)
         for incarnation, seq in connection.execute(last.group_by(events.c.incarnation)).all():
@@ -286,7 +286,7 @@ class StallReports:
 
 
 def _max_hang_limits(limits: Iterable[HangLimits]) -> HangLimits | None:
-    """Return for each phase the longest of the nodes' limits."""
+    """Return the longest of the nodes' limits per phase, which the live hang detector uses."""
     every = list(limits)
     if not every:
         return None
@@ -339,7 +339,7 @@ class FollowedRun:
     # -------------------------------------------------------------------------------- reading
 
     def add_committed(self, taken: CommittedRows, now_ns: int) -> int:
-        """Add rows that were just committed; return their number."""
+        """Give rows that were just committed to the detectors' input; return their number."""
         fresh = self._fresh
         # If some writers are behind, rows that wait for them would accumulate.
         is_full = not fresh.is_read and self.steps.num_held > self.steps.most_held
@@ -349,7 +349,7 @@ class FollowedRun:
         return num
 
     def note_scalars(self) -> None:
-        """Remember that the store has new scalars."""
+        """Record that new scalars of the run have arrived in the store."""
         self._scalars.is_read = False
 
     def needs_store(self, taken: CommittedRows, now_ns: int) -> bool:
@@ -359,7 +359,7 @@ class FollowedRun:
     def read_stored(
         self, moment: ReadSnapshot, budget: int, now_ns: int, *, has_more: bool = True
     ) -> int:
-        """Read about ``budget`` missing rows; return their number.
+        """Read about ``budget`` stored rows that the detectors lack; return their number.
 
         Writers that are behind are read first, so that a rank's stored rows never count as late.
         The snapshot ``moment`` is taken after the added rows were committed, and ``now_ns`` is by
@@ -392,26 +392,26 @@ class FollowedRun:
         return num_read
 
     def _is_read_due(self, now_ns: int) -> bool:
-        """Return whether it is time to search the store for a run's unread rows."""
+        """Return whether it is time to search the store for rows that the detectors lack."""
         return self._looked_ns is None or now_ns - self._looked_ns >= _LOOK_NS
 
     @property
     def is_read(self) -> bool:
-        """Whether there was nothing more to read."""
+        """Return whether the detectors have read all rows that have arrived."""
         return self._fresh.is_read and self._scalars.is_read
 
     @property
     def reads_scalars(self) -> bool:
-        """Whether the run's scalars are judged."""
+        """Return whether the run's scalars are judged as they arrive."""
         return self._scalars.is_used
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing is left to read or to merge."""
+        """Return whether no row waits to be read, or to be joined to a step."""
         return self.is_read and self.steps.is_empty
 
     def _add_blocks(self, blocks: list[RowBlock], now_ns: int) -> int:
-        """Add row blocks to the step and node mergers; return the number of rows."""
+        """Add rows that arrived to the step and node mergers; return their number."""
         for block in blocks:
             kind = block.streams[0].writer[1]
             if kind == "steps":
@@ -501,7 +501,7 @@ class FollowedRun:
     # ------------------------------------------------------------------------------- watching
 
     def advance(self, now_ns: int, *, is_running: bool) -> list[TimedFinding]:
-        """Merge the rows that were read, and return the detectors' findings."""
+        """Join the rows that arrived to steps, and return the fleet detectors' findings."""
         if self.heard_ns is None:
             self.heard_ns = now_ns
         gate = min((stream.position for stream in self._fresh.behind(STEPS)), default=None)
@@ -539,7 +539,7 @@ class FollowedRun:
         self.has_changed |= self._scalars.saved.judged != judged
 
     def _update_lasting_findings(self, records: list[TimedFinding]) -> None:
-        """Keep the latest finding of each cause while its detector says the condition holds."""
+        """Keep the latest finding per cause while its fleet detector's condition holds."""
         lasting = {(finding.kind, finding.cause): finding for finding in self.saved.lasting}
         lasting |= {
             (record.finding.kind, record.finding.cause): record.finding
@@ -555,7 +555,7 @@ class FollowedRun:
         return self._num_unmerged - before
 
     def _host_gates(self) -> dict[str, int]:
-        """Return by node the time up to which its rows were read from the store."""
+        """Return, per node, up to which time its samples can be joined: all rows were read."""
         gates: dict[str, int] = {}
         for stream in self._fresh.behind(HOSTS):
             gates[stream.node] = min(stream.position[0], gates.get(stream.node, 2**63))
@@ -579,12 +579,12 @@ class FollowedRun:
         return self._timed_findings(self.watchers.update_node(sample), host_round.time_unix_ns)
 
     def _now_of_run(self, now_ns: int) -> int:
-        """Return the current time by the clock of the run's rows."""
+        """Return the current time by the clock of the arriving rows."""
         heard_ns = now_ns if self.heard_ns is None else self.heard_ns
         return self.saved.last[2] + max(0, now_ns - heard_ns)
 
     def _pass_checkpoints(self, key: Key) -> None:
-        """Pass the checkpoints up to a step to the detectors, in step order."""
+        """Pass checkpoints up to a step to the fleet detectors, in step order."""
         while self._saves and self._saves[0][0] <= key:
             self.saved.checkpoint, step = self._saves.pop(0)
             self.watchers.saved(step)
@@ -594,7 +594,7 @@ class FollowedRun:
     def _timed_findings(
         self, findings: tuple[Finding, ...], time_unix_ns: int
     ) -> list[TimedFinding]:
-        """Add attempt and time to findings; remember those that stay open."""
+        """Add attempt and time to the fleet detectors' findings; remember those that stay open."""
         for finding in findings:
             if finding.kind in ("stalled", "checkpoint_overdue"):
                 self._close_findings(finding.kind)
@@ -602,13 +602,13 @@ class FollowedRun:
         return [TimedFinding(finding, self.saved.last[0], time_unix_ns) for finding in findings]
 
     def _close_findings(self, kind: str) -> None:
-        """Drop the open findings of a kind: their condition has ended."""
+        """Drop open findings of the fleet detectors whose condition has ended."""
         self.saved.open = [finding for finding in self.saved.open if finding.kind != kind]
 
     # ------------------------------------------------------------------------- over restarts
 
     def build_watch_state(self, num_findings: int) -> RunWatchState:
-        """Return the state to store with this many more findings. Valid after the commit."""
+        """Return the fleet detectors' state to store with new findings; valid after the commit."""
         last_seqs = self.steps.done() | self.hosts.done()
         done = {"/".join(writer): seq for writer, seq in last_seqs.items() if seq >= 0}
         return msgspec.structs.replace(
@@ -629,7 +629,7 @@ def open_run(
     *,
     watch: FleetConfig | None = None,
 ) -> FollowedRun:
-    """Return the run as it was stored, or from its beginning."""
+    """Load a run's fleet detectors as they were stored, or start new ones."""
     saved = _load_saved(connection, run_id, RunWatchState)
     watchers, steps = FleetDetectors(watch), StepMerger()
     if saved.merger:
@@ -727,11 +727,11 @@ class LiveMonitor:
 
     @property
     def num_left_to_store(self) -> int:
-        """Rows that memory had no room for: they are read from the store."""
+        """Return how many new rows memory had no space for: they are read from the store."""
         return self._live.num_dropped
 
     def add(self, batches: Iterable[Batch]) -> None:
-        """Add committed batches; the next ``poll`` processes them."""
+        """Add batches that were just committed; the next ``poll`` runs the detectors on them."""
         self._live.add(batches)
 
     def note(self, run_id: str) -> None:
@@ -745,7 +745,7 @@ class LiveMonitor:
             self._with_scalars.add(run_id)
 
     def take_over(self, run_ids: Collection[str]) -> None:
-        """Load the stored state of runs that this collector has acquired."""
+        """Load the fleet detectors of runs that this collector has acquired."""
         if not run_ids:
             return
         with self._store.read_transaction() as connection:
@@ -754,7 +754,7 @@ class LiveMonitor:
             self._begin_again(run_id)
 
     def _stop_following(self, run_ids: Iterable[str]) -> None:
-        """Forget runs that others follow now."""
+        """Drop the fleet detectors of runs that other collectors follow now."""
         for run_id in run_ids:
             self._live.pop(run_id)
             self._with_scalars.discard(run_id)
@@ -818,7 +818,7 @@ class LiveMonitor:
         return () if followed is None else tuple(followed.saved.lasting)
 
     def _load_unwatched(self) -> None:
-        """Note what an earlier process has stored and not watched."""
+        """Note stored rows that the fleet detectors of an earlier process did not process."""
         with self._store.read_transaction() as connection:
             unread = unread_runs(connection)
             self._aside = load_suspended_runs(connection)
@@ -894,7 +894,7 @@ class LiveMonitor:
         return followed
 
     def _begin_again(self, run_id: str) -> None:
-        """Reload the stored state, because memory is ahead of it."""
+        """Reload a run's stored detectors, because those in memory are ahead of them."""
         self._drop_run(run_id)
         self.note(run_id)
 

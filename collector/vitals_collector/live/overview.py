@@ -33,7 +33,7 @@ _info = msgspec.msgpack.Decoder(RunInfo).decode
 def load_run_summaries(
     connection: Connection, when: Liveness, run_id: str | None = None
 ) -> tuple[RunSummary, ...]:
-    """Return the summary of every run, or of one; the latest run first."""
+    """Load the list of runs with their current states, or one of them; the latest first."""
     shown = select(runs).where(~is_being_removed())
     rows = connection.execute(
         _filter_by_run(shown, runs.c.run_id, run_id).order_by(runs.c.run_id.desc())
@@ -47,7 +47,7 @@ def load_run_summaries(
 
 
 def skips_by_cause(connection: Connection, run_id: str | None = None) -> dict[tuple[str, str], int]:
-    """Return how many updates were skipped, by run and cause.
+    """Return how many updates the runs have skipped so far, by run and cause.
 
     The step of a rollback or a halt is not counted: its update was not applied either, but the
     decision log shows the rollback or the halt for it.
@@ -65,7 +65,7 @@ def skips_by_cause(connection: Connection, run_id: str | None = None) -> dict[tu
 
 
 def count_lost_steps(connection: Connection, ids: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Return by run how many steps are lost work, each once, and the batches dropped."""
+    """Count the steps that each run has lost so far, each once, and the batches dropped."""
     columns = decisions.c
     query = select(columns.run_id, columns.body).where(
         columns.run_id.in_(ids), columns.action != "continue"
@@ -178,6 +178,7 @@ def _run_summary(
     counts: _RunCounts,
     when: Liveness,
 ) -> RunSummary:
+    """Return one line of the list of runs: the run's current state, health and numbers."""
     run_id = row.run_id
     states = [_source_state(source) for source in of_run]
     state = run_state(states, when)
@@ -232,20 +233,21 @@ def _has_recent_finding(
 
 
 def _stored_float(stored: float | str | None) -> float | None:
-    """Return the number; SQLite holds NaN as text."""
+    """Return a number in the list of runs; SQLite holds NaN as text."""
     return None if stored is None else float(stored)
 
 
 def _head(of_run: Sequence[Row[Any]]) -> Row[Any] | None:
-    """Return rank 0's incarnation with the latest step, which represents the run."""
+    """Return rank 0's incarnation with the latest step, whose values the list of runs shows."""
     heads = [source for source in of_run if source.source == "rank:0" and source.last_step >= 0]
     return max(heads, key=lambda source: source.last_step_unix_ns, default=None)
 
 
 def _is_recent(last: Decision | None, step: int, steps: int = RECENT_STEPS) -> bool:
-    """Return whether the run's last decision acted at most some steps ago."""
+    """Return whether the run's last decision acted so recently that its health depends on it."""
     return last is not None and last.acted and abs(step - last.decided_at_step) <= steps
 
 
 def _source_state(source: Row[Any]) -> SourceState:
+    """Convert a row of ``sources`` to the state of a part of a run."""
     return SourceState._make(getattr(source, name) for name in SourceState._fields)

@@ -31,7 +31,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def news(self) -> tuple[object, ...]:
-        """Urgent part of a run owner's report: everything except the current step."""
+        """Return the urgent part of a run's reported state: everything except the step."""
         now = self.now
         holds = (now.state, now.conditions, now.lasting, now.last_unhealthy_step)
         return (self.epoch, self.num_told, *holds)
@@ -81,14 +81,14 @@ class RunReporter:
         self._written = {run_id: r for run_id, r in self._written.items() if run_id in owned} | due
 
     def withdraw(self, run_ids: Collection[str]) -> None:
-        """Stop reporting owned runs: this collector is the pager itself."""
+        """Stop reporting states of owned runs: this collector raises their alerts itself."""
         with self._store.write() as connection:
             delete_reports(connection, run_ids)
         self._written.clear()
 
 
 def report_of(run: OwnedElsewhere) -> RunReport | None:
-    """Return the report of a run's current owner; None if there is none in this version."""
+    """Return the run state that its current owner reported, to raise alerts from it; or None."""
     if not run.report:
         return None
     try:

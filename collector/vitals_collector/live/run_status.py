@@ -63,6 +63,7 @@ _Incarnation = TypeVar("_Incarnation", SourceState, Row[Any])
 
 
 def _latest_incarnations(sources: Iterable[SourceState]) -> dict[str, SourceState]:
+    """Return the latest incarnation of each source, on which the run's state depends."""
     newest: dict[str, SourceState] = {}
     again: dict[str, list[SourceState]] = {}
     for source in sources:  # of thousands, mostly started once
@@ -75,7 +76,7 @@ def _latest_incarnations(sources: Iterable[SourceState]) -> dict[str, SourceStat
 
 
 def _last_reporting_incarnation(incarnations: Sequence[_Incarnation]) -> _Incarnation:
-    """Return the incarnation that reported last.
+    """Return the incarnation that reported last, on which the run's state depends.
 
     Not the one started last: it may be on another node, whose clock is behind. Among ended ones,
     the one that ended last: rows of another may have arrived after its end.
@@ -89,13 +90,13 @@ def _last_reporting_incarnation(incarnations: Sequence[_Incarnation]) -> _Incarn
 
 
 def _is_rank_of(source: SourceState, head: SourceState | None) -> bool:
-    """Return whether this is a rank of the present world, not one a smaller relaunch left over."""
+    """Return whether the source is a rank of the current launch, so that the run needs it."""
     rank = rank_of(source.source)
     return rank >= 0 and (head is None or head.world_size < 1 or rank < head.world_size)
 
 
 def last_seen(sources: Iterable[SourceState]) -> int:
-    """Return when one of the run's own sources last reported; pseudo-nodes do not count."""
+    """Return when a run's sources last reported, for its state; pseudo-nodes do not count."""
     reporting = (one for one in sources if not one.source.startswith(f"node:{GUEST}"))
     return max((one.last_seen_unix_ns for one in reporting), default=0)
 
@@ -128,7 +129,7 @@ def run_state(sources: Sequence[SourceState], when: Liveness) -> RunState:
 
 
 def _lost_one_first(ranks: Sequence[SourceState]) -> bool:
-    """Return whether a rank was lost before the first other rank ended.
+    """Return whether a run has failed: a rank was lost before the first other rank ended.
 
     A rank that exceeds the launcher's grace period is killed: that is not a fault.
     """
@@ -171,7 +172,7 @@ def health(
 
 
 def _is_silent(source: SourceState, when: Liveness) -> bool:
-    """Return whether a source has not reported for too long, by our clock."""
+    """Return whether a source has sent no rows for so long that its run may be lost."""
     # The sender's clock may be wrong and a spool may be late: this collector's own clock at the
     # last arrival counts, unless the rows are read from a directory.
     heard = source.last_seen_unix_ns
@@ -224,7 +225,7 @@ class _RankReportTimes(NamedTuple):
 
 
 def find_absent_parts(sources: Sequence[SourceState], when: Liveness) -> AbsentParts:
-    """Return the lost parts of a running run; none during the import of a directory."""
+    """Return the lost parts of a running run, to alert about; none during an import."""
     newest = _latest_incarnations(sources)
     head = newest.get("rank:0")
     if when.is_reading_in or head is None:
@@ -283,7 +284,7 @@ def lost_before_the_end(sources: Sequence[SourceState], when: Liveness) -> Absen
 
 
 def _launch_time(source: SourceState) -> int:
-    """Return when it started by the collector's clock; later if its rows or clock are late."""
+    """Return when a part of a run started, by the collector's clock; later if its rows are late."""
     return source.last_received_unix_ns - max(0, source.last_seen_unix_ns - source.started_unix_ns)
 
 
@@ -295,7 +296,7 @@ def _last_relaunch_time(sources: Sequence[SourceState], ranks: Sequence[_RankRep
 
 
 def find_ranks_behind(sources: Sequence[SourceState]) -> tuple[int, ...]:
-    """Return the ranks that have not reached the latest step of the others; none if all have."""
+    """Return the ranks whose latest step has not arrived, while that of others has."""
     newest = _latest_incarnations(sources)
     head = newest.get("rank:0")
     steps = {
@@ -318,7 +319,7 @@ def _last_report_times(source: SourceState, when: Liveness) -> _RankReportTimes:
 
 
 def _last_of_nodes(sources: Iterable[SourceState], when: Liveness) -> dict[str, int]:
-    """Return when each node last reported, for nodes that ever had an agent."""
+    """Return when each node of a run last reported; nodes that never had an agent are left out."""
     last: dict[str, int] = {}
     spoke: set[str] = set()
     for source in sources:
@@ -428,7 +429,7 @@ class RunStatusCache:
 
     @property
     def running(self) -> set[str]:
-        """The running runs."""
+        """Return the runs whose latest state is running."""
         return {status.run_id for status in self._statuses.values() if status.state == "running"}
 
     def statuses(self, run_ids: Iterable[str] | None = None) -> list[RunStatus]:
@@ -528,7 +529,7 @@ class RunStatusCache:
             self._statuses[run_id] = status
 
     def _heard_since(self, run_id: str, when: Liveness) -> Liveness:
-        """Return the criteria, with silence counted from the run's first check here."""
+        """Return the criteria of lost runs, with silence counted from the first check here."""
         if not self._is_shared:
             return when
         since = self._since.setdefault(run_id, when.now_unix_ns)
@@ -541,7 +542,7 @@ class RunStatusCache:
         of_run: Sequence[tuple[str, SourceState]],
         when: Liveness,
     ) -> RunStatus:
-        """Add the lost parts, and those that were silent since this collector started."""
+        """Add a run's lost parts, and those that were silent since this collector started."""
         if status.state == "failed":
             parts, gone = [state for _, state in of_run], lost_before_the_end
         else:
@@ -654,7 +655,7 @@ def _status_of(
 def _load_end_reason(
     connection: Connection, run_id: str, state: RunState, started_unix_ns: int
 ) -> str:
-    """Return the reason of the first failed rank, otherwise an agent's reason for a lost one."""
+    """Load the reason for a run's state: of the first failed rank, otherwise an agent's."""
     if state == "failed":
         query = (
             select(sources.c.source, sources.c.ended_reason, sources.c.ended_unix_ns)
@@ -743,7 +744,7 @@ def _process_label(rank: Row[Any]) -> str:
 
 
 def _last_report_text(parts: Sequence[SourceState]) -> str:
-    """Return when a run last reported, and where its ranks were."""
+    """Describe the state of a lost run: its last report, and the nodes of its ranks."""
     newest = _latest_incarnations(parts)
     ranks = [s for s in newest.values() if _is_rank_of(s, newest.get("rank:0"))]
     nodes = sorted({rank.node for rank in ranks} - {""})

@@ -55,6 +55,6 @@ _ADVICE = {
 
 
 def advice(names: Iterable[str], run_id: str, step: int) -> str:
-    """Return the advice for the first name, of a cause or kind, that has one; otherwise ""."""
+    """Return the verdict's advice on the first cause or kind that has one; otherwise ""."""
     text = next((_ADVICE[name] for name in names if name in _ADVICE), "")
     return text.format(run=run_id, step=max(step, 0)) if text else ""

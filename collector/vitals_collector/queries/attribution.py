@@ -57,14 +57,14 @@ class Precursor:
 
     @property
     def text(self) -> str:
-        """Sentence that names the origin; empty without one."""
+        """Return the sentence that explains the origin of an incident; empty without one."""
         return "" if self.onset is None else onset_sentence(self.onset)
 
 
 def precursor(
     moment: ReadSnapshot, run_id: str, attempt: int, step: int, cause: str
 ) -> Precursor | None:
-    """Return the first change before a problem of the attempt at a step; None if it is unknown.
+    """Find the first change before a problem at a step, as its cause; None if it is unknown.
 
     The ``cause`` of the problem decides: slowness and wrong numbers have different origins.
     """
@@ -94,7 +94,7 @@ def precursor(
 def _load_announced_changes(
     connection: Connection, run_id: str, attempt: int
 ) -> list[tuple[int, int]]:
-    """Return the changes that the training announced, each with its steps."""
+    """Load the changes that the training announced: they cannot be the cause of a problem."""
     table = events.c
     query = select(table.step, table.body).where(
         table.run_id == run_id, table.attempt == attempt, table.kind == ChangeExpected.__name__
@@ -109,7 +109,7 @@ def _load_announced_changes(
 def first_change_text(
     moment: ReadSnapshot, run_id: str, step: int, findings: Sequence[FindingView]
 ) -> str | None:
-    """Return a sentence about the first change before the problem at a step.
+    """Explain in a sentence the first change before the problem at a step.
 
     Empty if nothing changed first; None if there was no problem, or the origin is unknown.
     """
@@ -124,12 +124,12 @@ def first_change_text(
 
 
 def _finding_sort_key(finding: Finding) -> tuple[bool, bool]:
-    """Return a sort key: numbers before speed, actionable findings before advisory ones."""
+    """Return the order in which findings explain a step: numbers before speed, actionable first."""
     return domain_of(finding.kind) == "speed", finding.level != "actionable"
 
 
 def stored_steps(moment: ReadSnapshot, run_id: str, first: int, last: int) -> Iterator[MergedStep]:
-    """Yield the stored steps as the fleet detectors get them live: by attempt, then by step."""
+    """Yield stored steps, to find a cause in them, as the fleet detectors got them live."""
     measured = measured_by_stream(moment.sql, run_id)
     columns = sorted(measured["steps"] & {*step_join.RANK_COLUMNS, *step_join.RUN_COLUMNS})
     layer_columns = ["layer", *sorted(measured["layers"] & {*step_join.LAYER_COLUMNS})]
@@ -170,6 +170,7 @@ def _writer_rows(columns: Columns, names: list[str]) -> step_join.WriterRows:
 def _iter_layer_parts(
     connection: Connection, run_id: str, columns: Columns, names: list[str]
 ) -> Iterator[step_join.LayerPart]:
+    """Yield stored layer rows by incarnation, in which the cause of a problem is searched."""
     if not len(columns["step"].values):
         return
     rows = _writer_rows(columns, names)
@@ -183,7 +184,7 @@ def _iter_layer_parts(
 
 
 def onset_sentence(onset: Onset) -> str:
-    """Return a sentence about what changed first, and what followed."""
+    """Explain in a sentence what changed first before an incident, and what followed."""
     at = f"at step {onset.step:,}"
     first_moved = f"Moved first: {_onset_text(onset)} {at}{_onset_values_text(onset)}."
     if not onset.is_cause:
@@ -214,6 +215,7 @@ _SERIES = {
 
 
 def _onset_text(onset: Onset) -> str:
+    """Describe a first change, for the sentence about the cause of an incident."""
     where = _location_text(onset.where)
     series = _SERIES.get(onset.series, onset.series.replace("_", " "))
     if onset.series == "weight_written_ratio":
@@ -251,13 +253,14 @@ def _onset_text(onset: Onset) -> str:
 
 
 def _location_text(where: str) -> str:
-    """Return the rank or layer at which a problem started, as text."""
+    """Name the rank or layer in the sentence about the cause of an incident."""
     if not where:
         return ""
     return where.replace(":", " ") if where.startswith("rank:") else f"layer `{where}`"
 
 
 def _onset_values_text(onset: Onset) -> str:
+    """Describe the values of a first change, for the sentence about an incident's cause."""
     if onset.series in ("weight_written_ratio", "moment_written_ratio") or onset.value is None:
         return ""
     if onset.series == INFERRED_WEIGHTS:
@@ -272,7 +275,7 @@ def _onset_values_text(onset: Onset) -> str:
 
 
 def _effect_text(effect: Next) -> str:
-    """Return a sentence about what followed the first change of an incident."""
+    """Describe what followed the first change, for the sentence about an incident's cause."""
     as_onset = Onset(
         attempt=0,
         step=effect.step,

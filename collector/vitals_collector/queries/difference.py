@@ -77,6 +77,7 @@ def subtract(base: SampledCurve, other: SampledCurve) -> SampledCurve:
 def _load_sampled_curve(
     moment: ReadSnapshot, run_id: str, metric: str, along: Along
 ) -> SampledCurve:
+    """Load a run's curve along steps, tokens or time, to query its difference to another."""
     attempts = attempt_rows(moment.sql, run_id)
 
     def load(name: str) -> Points:

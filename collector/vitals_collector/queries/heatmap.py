@@ -48,7 +48,7 @@ _TIMED = ("loss", "step_duration_seconds", "grad_norm")
 
 
 def cells(moment: ReadSnapshot, question: CellsQuestion) -> CellsReply:
-    """Return the heat map of one snapshot of the store.
+    """Query a heat map of one metric over ranks, hosts or layers and the steps of a run.
 
     Raises:
         UsageError: no such metric, or a number out of bounds.
@@ -94,7 +94,7 @@ def cells(moment: ReadSnapshot, question: CellsQuestion) -> CellsReply:
 
 
 def _check_map_size(points: int, rows: int) -> None:
-    """Reject a heat map with too many columns, rows or cells."""
+    """Reject a query for a heat map with too many columns, rows or cells."""
     if not 1 <= points <= MAX_MAP_COLUMNS:
         raise UsageError(f"points is {points}; it must be 1 to {MAX_MAP_COLUMNS}")
     if not 1 <= rows <= MAX_MAP_ROWS:
@@ -104,7 +104,7 @@ def _check_map_size(points: int, rows: int) -> None:
 
 
 def _stream_and_column(moment: ReadSnapshot, run_id: str, metric: str) -> tuple[str, str]:
-    """Return the stream and column of the metric."""
+    """Return the stream and column of the metric in a query for a heat map."""
     plain = {column.name for column in catalog.ROW_COLUMNS} | {"layer"}
     measured = series.measured_by_stream(moment.sql, run_id)
     metric_names = sorted(f"{s}.{name}" for s in STREAMS for name in measured[s] - plain)
@@ -129,7 +129,7 @@ def _load_source_rows(
     branch: Branch,
     points: int,
 ) -> heatmap_cells.HeatmapRows:
-    """Return the rows of ranks, GPUs or nodes."""
+    """Load the rows of a queried heat map: ranks, GPUs or nodes."""
     numbers, whole = moment.numbers, curve._replace(num_points=_POINTS_A_COLUMN * points)
     if curve.span.stream == "steps":
         curves = _by_source(numbers, whole, attempts, branch)
@@ -162,7 +162,7 @@ def _load_source_rows(
 def _by_source(
     numbers: NumberStoreReader, curve: CurveRequest, attempts: Sequence[AttemptRow], branch: Branch
 ) -> dict[str, Points]:
-    """Return the heat map's curve of every source."""
+    """Query the curve of every source, each a row of a heat map."""
     sources = numbers.sources(curve.span.run_id, curve.span.stream)
     curves = [curve._replace(span=curve.span._replace(sources=(source,))) for source in sources]
     drawn = numbers.curves(curves, attempts, branch)
@@ -185,7 +185,7 @@ def _ordered(names: Mapping[str, Points]) -> Sequence[str]:
 def _most_deviating_rows(
     value: Floats, extremes: heatmap_cells.CellExtremes, num: int, *, is_alike: bool
 ) -> list[int]:
-    """Return the rows that deviate most, in their order.
+    """Choose the heat map's rows that deviate most, as many as the query wants.
 
     Rows of the same quantity are compared with each other, layers with themselves.
     """
@@ -212,7 +212,7 @@ def _most_deviating_rows(
 def _load_host_curves(
     numbers: NumberStoreReader, curve: CurveRequest, attempts: Sequence[AttemptRow]
 ) -> dict[str, Points]:
-    """Return the curves of GPUs or nodes, with the steps that ran during each sample.
+    """Query the curves of GPUs or nodes for a heat map, with the steps during each sample.
 
     Samples before the end of the first step, or after that of the last, belong to no step.
     """
@@ -236,7 +236,7 @@ def _load_host_curves(
 def _load_step_times(
     numbers: NumberStoreReader, run_id: str, attempts: Sequence[AttemptRow], num_points: int
 ) -> Points:
-    """Return the steps of all attempts by end time, to place samples of a host."""
+    """Query the end times of steps, to place samples of a host in a heat map."""
     of_rank0 = RowSpan(run_id, "steps", ("rank:0",))
     for column in _TIMED:
         curve = CurveRequest(of_rank0, column, max(num_points, 1_000))
@@ -247,7 +247,7 @@ def _load_step_times(
 
 
 def _assign_steps(curve: Points, clock: Points) -> Points:
-    """Return the samples taken while steps ran, with their steps and attempts.
+    """Assign a host's samples to the steps during which they were taken, for a heat map.
 
     During a rollback no step ends: its samples belong to the last step before it.
     """

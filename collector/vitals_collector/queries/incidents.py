@@ -93,7 +93,7 @@ class RunRecords:
     """Restarts that lost steps."""
 
     def alerts_for(self, view: views.FindingView) -> tuple[alerting.Alert, ...]:
-        """Return the alerts that a finding itself raises: none if a decision covers it."""
+        """Return an incident's alerts that a finding raises: none if a decision covers it."""
         finding = view.finding
         if alerting.is_answered(finding, self.decided.get(finding.step, ())):
             return ()
@@ -101,7 +101,7 @@ class RunRecords:
 
 
 def incidents(of_run: "RunIncidents") -> tuple[views.IncidentView, ...]:
-    """Return the incidents of a run, the latest first."""
+    """Query the incidents of a run, the latest first, with their evidence and text."""
     gravest = sorted(
         of_run.bundles, key=lambda each: -grouping.SEVERITIES.index(of_run.severity(each))
     )
@@ -112,7 +112,7 @@ def incidents(of_run: "RunIncidents") -> tuple[views.IncidentView, ...]:
 
 
 def run_verdict(of_run: "RunIncidents") -> views.RunVerdict:
-    """Return the verdict on the most severe open incident, otherwise on one with actions."""
+    """Query the verdict on a run's worst open incident, otherwise on one with actions."""
     run = of_run.run
     lines = tuple(
         views.IncidentLine(
@@ -170,14 +170,14 @@ def read_incidents(
 
 
 def _condition_key(finding: Finding) -> tuple[str, str, int, int]:
-    """Return the key of a finding whose condition may still hold."""
+    """Return the key by which an incident finds that a finding's condition still holds."""
     return finding.kind, finding.cause, finding.step, finding.rank
 
 
 def _extend_by_changes(
     connection: Connection, run_id: str, groups: Sequence[list[grouping.IncidentItem]]
 ) -> list[list[grouping.IncidentItem]]:
-    """Extend each incident to the time during which its cause was out of range."""
+    """Extend each queried incident to the time in which its cause was out of range."""
     live = watched_onsets(connection, run_id)
     if live is None:
         return [*groups]
@@ -202,7 +202,7 @@ def _extend_by_changes(
 def _to_last_step(
     members: list[grouping.IncidentItem], run: views.RunSummary
 ) -> list[grouping.IncidentItem]:
-    """Move a run's death to its last step: the rank that reports it knows only earlier steps."""
+    """Move an incident's death to the run's last step: its reporter knows only earlier ones."""
     first, late = members[0], run.last_step
     if (
         run.state in ("failed", "lost")
@@ -219,7 +219,7 @@ def _over_condition(
     run: views.RunSummary,
     holding: Collection[tuple[str, str, int, int]],
 ) -> list[grouping.IncidentItem]:
-    """Extend an incident to the latest step while the condition of one of its findings holds."""
+    """Extend an incident to the latest step while the condition of a finding holds."""
     return [
         item._replace(last=max(item.last, run.last_step))
         if item.kind == "finding"
@@ -230,7 +230,7 @@ def _over_condition(
 
 
 def _next_onset(bundle: story.IncidentParts, bundles: Sequence[story.IncidentParts]) -> int:
-    """Return the onset of the next incident after this one; -1 if there is none.
+    """Return the onset of the run's next incident; -1 if there is none.
 
     An incident on an earlier attempt is never the next one, whatever its step.
     """
@@ -254,7 +254,7 @@ def _item_key(item: grouping.IncidentItem) -> _ItemKey:
 
 
 def items_of(records: RunRecords) -> tuple[list[grouping.IncidentItem], _Raised]:
-    """Return the items of incidents, and the alerts that each raised.
+    """Convert a run's records to items of incidents; return also the alerts that each raised.
 
     Alerts without such an item, such as that of a lost run, are items themselves.
     """
@@ -304,7 +304,7 @@ def items_of(records: RunRecords) -> tuple[list[grouping.IncidentItem], _Raised]
 
 
 def read_records(connection: Connection, run_id: str) -> RunRecords:
-    """Return the latest findings, decisions and selected events of a run, and its alerts."""
+    """Query the latest findings, decisions, events and alerts of a run, for its incidents."""
     table = findings.c
     query = select(table.time_unix_ns, table.attempt, table.body).where(table.run_id == run_id)
     order = (table.time_unix_ns.desc(), table.step.desc(), table.seq.desc(), table.incarnation)
@@ -343,6 +343,7 @@ def read_records(connection: Connection, run_id: str) -> RunRecords:
 def _read_events(
     connection: Connection, run_id: str
 ) -> tuple[list[IncidentEvent], Sequence[Row[Any]]]:
+    """Query the events of a run that may belong to incidents, and those about batches."""
     table = events.c
 
     def newest(*kinds: str) -> Sequence[Row[Any]]:
@@ -443,7 +444,7 @@ def _near_events(
 def _attach_alerts(
     bundle_of: Mapping[_ItemKey, story.IncidentParts], records: RunRecords, raised: _Raised
 ) -> None:
-    """Assign each alert to the incident whose item raised it last: alerts are raised repeatedly."""
+    """Assign each alert to the incident whose item raised it last."""
     for alert in records.alerts:
         if origins := raised.get(alert.fingerprint):
             _, key = min(reversed(origins), key=lambda origin: abs(origin[0] - alert.step))
@@ -572,7 +573,7 @@ class RunIncidents:
 
 
 def _precursor_of(first: Precursor | None, bundle: story.IncidentParts) -> str | None:
-    """Return the first change; also None if it is the loss that the cause itself names."""
+    """Return the first change for the verdict; None if it is the loss that the cause names."""
     if first is None:
         return None
     onset = first.onset
@@ -590,7 +591,7 @@ def _precursor_of(first: Precursor | None, bundle: story.IncidentParts) -> str |
 def _runs_that_had(
     connection: Connection, run_id: str, cause: str, reach: frozenset[str] | None
 ) -> tuple[Sequence[str], int]:
-    """Return the names of other runs with the same cause, and the number of runs searched.
+    """Query which other runs had the same cause, for the verdict, and how many were searched.
 
     Only the latest runs are searched: each costs one index lookup.
     """
@@ -612,7 +613,7 @@ def _runs_that_had(
 def _incident_view(
     of_run: RunIncidents, bundle: story.IncidentParts, *, is_whole: bool
 ) -> views.IncidentView:
-    """Return an incident for clients; ``is_whole`` adds evidence and measured cost."""
+    """Build the response about one incident; ``is_whole`` adds evidence and measured cost."""
     moment, run = of_run.moment, of_run.run
     evidence = IncidentEvidence()
     if is_whole:

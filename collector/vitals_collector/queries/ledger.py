@@ -42,7 +42,7 @@ _reading = msgspec.msgpack.Decoder(records.StateRead).decode
 
 
 def run_row(connection: Connection, run_id: str) -> Row[Any]:
-    """Return the row of a run, or raise an error if there is none."""
+    """Query the stored row of a run, or raise an error if there is none."""
     query = select(schema.runs).where(schema.runs.c.run_id == run_id, ~is_being_removed())
     row = connection.execute(query).one_or_none()
     if row is None:
@@ -51,7 +51,7 @@ def run_row(connection: Connection, run_id: str) -> Row[Any]:
 
 
 def attempts_of(moment: ReadSnapshot, run_id: str) -> tuple[views.AttemptView, ...]:
-    """Return all attempts of the run, the oldest first."""
+    """Query all attempts of a run, the oldest first, as views."""
     query = (
         select(schema.attempts)
         .where(schema.attempts.c.run_id == run_id)
@@ -74,7 +74,7 @@ def attempts_of(moment: ReadSnapshot, run_id: str) -> tuple[views.AttemptView, .
 
 
 def sources_of(connection: Connection, run_id: str) -> tuple[views.SourceView, ...]:
-    """Return every incarnation of a source; ``UNREAD`` marks those without a readable row."""
+    """Query every incarnation of a source; ``UNREAD`` marks those without a readable row."""
     columns = schema.streams.c
     query = select(
         columns.incarnation, columns.stream, columns.num_rows, num_lost_rows().label("num_lost")
@@ -94,6 +94,7 @@ def sources_of(connection: Connection, run_id: str) -> tuple[views.SourceView, .
 
 
 def _source_view(of: Mapping[str, Any], stream_rows: Sequence[Row[Any]]) -> views.SourceView:
+    """Build the view of a source for a response: its node, process, times and rows."""
     return views.SourceView(
         source=of["source"],
         incarnation=of["incarnation"],
@@ -110,7 +111,7 @@ def _source_view(of: Mapping[str, Any], stream_rows: Sequence[Row[Any]]) -> view
 def decisions_of(
     connection: Connection, run_id: str, step: int | None = None
 ) -> tuple[views.DecisionView, ...]:
-    """Return the decision log in order, or its entries about one step."""
+    """Query the decision log of a run in order, or its entries about one step."""
     order = (schema.decisions.c.ledger_seq, schema.decisions.c.time_unix_ns)
     return tuple(
         views.DecisionView(run_id=run_id, time_unix_ns=time, decision=_decision(body))
@@ -121,7 +122,7 @@ def decisions_of(
 def findings_of(
     connection: Connection, run_id: str, step: int | None = None
 ) -> tuple[views.FindingView, ...]:
-    """Return the findings of one step, or all, by step."""
+    """Query the findings about one step of a run, or all, by step."""
     order = (schema.findings.c.step, schema.findings.c.time_unix_ns, schema.findings.c.seq)
     return tuple(
         views.FindingView(run_id=run_id, time_unix_ns=time, finding=_finding(body))
@@ -169,7 +170,7 @@ def decisions_with_hindsight(
 
 
 def samples_of_step(connection: Connection, run_id: str, step: int) -> tuple[views.StepData, ...]:
-    """Return the samples of a bad step, from each rank that reported them."""
+    """Query the samples of a bad step, from each rank that reported them."""
     table = schema.events.c
     query = (
         select(table.source, table.attempt, table.body)
@@ -186,7 +187,7 @@ def samples_of_step(connection: Connection, run_id: str, step: int) -> tuple[vie
 def load_probe_readings(
     connection: Connection, run_id: str, step: int
 ) -> tuple[views.EventView, ...]:
-    """Return the readings of the state for every problem whose steps include this one."""
+    """Query the probe's results for every problem whose steps include this one."""
     table = schema.events.c
     query = (
         select(schema.events)
@@ -202,7 +203,7 @@ def load_probe_readings(
 
 
 def checkpoints_of(connection: Connection, run_id: str) -> tuple[views.CheckpointView, ...]:
-    """Return the latest state of each checkpoint and snapshot, by step.
+    """Query the latest state of each checkpoint and snapshot of a run, by step.
 
     Snapshots in memory end with their process, which cannot report that.
     """
@@ -230,7 +231,7 @@ def checkpoints_of(connection: Connection, run_id: str) -> tuple[views.Checkpoin
 
 
 def _rank0_process_start(connection: Connection, run_id: str) -> float:
-    """Return the start of rank 0's process, which reports snapshots; infinite if it has ended."""
+    """Query when rank 0's process started, whose snapshots a response shows."""
     table = schema.sources.c
     query = (
         select(table.started_unix_ns, table.alive, table.ended_state)
@@ -244,7 +245,7 @@ def _rank0_process_start(connection: Connection, run_id: str) -> float:
 
 
 def events_of(connection: Connection, run_id: str, kind: str = "") -> tuple[views.EventView, ...]:
-    """Return the latest other events, all or of one kind, as text lines by time."""
+    """Query the latest other events of a run, all or of one kind, as text lines by time."""
     table = schema.events.c
     filters = [table.kind == kind] if kind else []
     filters += [table.kind.not_in(_SHOWN_ELSEWHERE)]
@@ -258,7 +259,7 @@ def events_of(connection: Connection, run_id: str, kind: str = "") -> tuple[view
 
 
 def stacks_of(connection: Connection, run_id: str) -> tuple[views.StacksView, ...]:
-    """Return the latest stacks of ranks, by time."""
+    """Query the latest stacks of a run's ranks, by time."""
     table = schema.events.c
     query = (
         select(table.time_unix_ns, table.step, table.attempt, table.body)
@@ -319,7 +320,7 @@ def annotations_of(connection: Connection, run_id: str) -> tuple[views.Annotatio
 
 
 def alerts_of(connection: Connection, run_id: str) -> tuple[views.AlertView, ...]:
-    """Return the run's alerts, the latest first."""
+    """Query the stored alerts of a run, the latest first."""
     query = (
         select(schema.alerts)
         .where(schema.alerts.c.run_id == run_id)
@@ -332,7 +333,7 @@ def alerts_of(connection: Connection, run_id: str) -> tuple[views.AlertView, ...
 def step_rows(
     moment: ReadSnapshot, run_id: str, step: int, stream: str = "steps"
 ) -> tuple[views.StepRow, ...]:
-    """Return the sources' rows of a step; if a row was rewritten, the latest.
+    """Query the sources' rows of one step; if a row was rewritten, the latest.
 
     Rank 0's row also has the values of an optimizer that was stepped separately. They are scalars:
     ``loss/NAME`` and so on.
@@ -353,7 +354,7 @@ def step_rows(
 
 
 def _iter_optimizer_rows(moment: ReadSnapshot, run_id: str, step: int) -> Iterator[views.StepRow]:
-    """Yield each separate value as a row, if the step was made by one of several optimizers."""
+    """Query, as rows of a step, values of optimizers that are stepped separately."""
     query = select(schema.names.c.incarnation, schema.names.c.id, schema.names.c.name).where(
         schema.names.c.run_id == run_id, schema.names.c.stream == "scalars"
     )
@@ -373,14 +374,14 @@ def _iter_optimizer_rows(moment: ReadSnapshot, run_id: str, step: int) -> Iterat
 
 
 def _by_attempt_and_rank(row: views.StepRow) -> tuple[int, int]:
-    """Return the sort key of a step's rows: by attempt, then by rank."""
+    """Return the order of rows in a response about a step: by attempt, then by rank."""
     return row.attempt, 0 if row.source == RANKS else Source.parse(row.source).rank or 0
 
 
 def _iter_step_rows(
     numbers: NumberStoreReader, run_id: str, step: int, stream: str
 ) -> Iterator[views.StepRow]:
-    """Yield every source's rows of a step, the latest last."""
+    """Query every source's rows of a step, the latest last."""
     kinds = numbers.kinds(run_id, stream)
     if not kinds:
         return
@@ -403,7 +404,7 @@ def iter_rows(columns: Columns) -> Iterator[dict[str, Any]]:
 
 
 def _step_row(row: Mapping[str, Any], source: str, incarnation: str) -> views.StepRow:
-    """Return a scanned row of a step; its non-finite values are listed by name."""
+    """Convert a stored row to the view of a step; non-finite values are listed by name."""
     values: dict[str, float | int | None] = {}
     nonfinite: list[str] = []
     for name, value in row.items():

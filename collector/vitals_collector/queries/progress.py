@@ -57,7 +57,7 @@ class ProgressReader:
         self._last_alert = ""
 
     def poll(self) -> RunProgress:
-        """Return the run as it is now."""
+        """Query a followed run as it is now, with the events since the previous poll."""
         detail = self._reader.ask(views.RunQuestion(run_id=self._run_id))
         happened = [
             *self._new_action_lines(detail.summary),
@@ -89,6 +89,7 @@ class ProgressReader:
         return events[-1].text if events else ""
 
     def _new_action_lines(self, summary: views.RunSummary) -> list[str]:
+        """Query a followed run's decisions since the last poll, as lines of text."""
         acted = (summary.num_skips, summary.num_rollbacks, summary.last_decision)
         if acted == self._acted:
             return []
@@ -111,7 +112,7 @@ class ProgressReader:
         return [*lines[: MAX_ACTIONS - 1], f"and {num_more} more", lines[-1]]
 
     def _restarts(self, attempts: Sequence[views.AttemptView]) -> list[str]:
-        """Return a line for each start of the training; rollbacks are listed as actions."""
+        """Return a line for each restart of a followed run since the last poll."""
         lines = [
             f"restarted at step {attempt.fork_step:,} (attempt {attempt.ordinal}): {attempt.reason}"
             for attempt in attempts
@@ -121,6 +122,7 @@ class ProgressReader:
         return lines
 
     def _new_alerts(self) -> list[str]:
+        """Query a followed run's alerts since the last poll, as lines of text."""
         began = self._stopwatch()
         if began < self._alerts_due:
             return []
@@ -141,6 +143,7 @@ class ProgressReader:
         return [f"alert: {_alert_text(alert)}" for alert in new if alert.state == "firing"]
 
     def _recent_series(self, detail: views.RunDetail, step: int) -> dict[str, views.SeriesReply]:
+        """Query the latest steps of a followed run, for its loss and its speed."""
         names = [name for name in _METRICS if f"steps.{name}" in detail.metrics]
         first = max(0, step - SPEED_STEPS + 1)
         requests = tuple(
@@ -154,11 +157,12 @@ class ProgressReader:
 
 
 def _alert_text(alert: views.AlertView) -> str:
+    """Return an alert of a followed run as a line of text."""
     return f"{alert.name} ({alert.severity}): {alert.summary}"
 
 
 def _at(reply: views.SeriesReply, step: int) -> list[float]:
-    """Return a followed run's value at the step, if it was measured."""
+    """Return the value of a followed run's queried series at a step, if it was measured."""
     if not reply.step or reply.step[-1] != step:
         return []
     value = reply.value[-1]
@@ -169,16 +173,18 @@ def _at(reply: views.SeriesReply, step: int) -> list[float]:
 
 
 def _steps_per_second(series: Mapping[str, views.SeriesReply]) -> float | None:
+    """Return the speed of a followed run in steps, from its queried series."""
     longest = max(series.values(), key=lambda reply: len(reply.step), default=None)
     return None if longest is None else _rate(longest, longest.step)
 
 
 def _tokens_per_second(tokens_seen: views.SeriesReply | None) -> float | None:
+    """Return the speed of a followed run in tokens, from its queried series."""
     return None if tokens_seen is None else _rate(tokens_seen, tokens_seen.value)
 
 
 def _rate(reply: views.SeriesReply, values: Sequence[float | None]) -> float | None:
-    """Return the growth per second of a followed run's values."""
+    """Return the growth per second of a queried series, for the speed of a followed run."""
     if len(values) < 2 or values[0] is None or values[-1] is None:
         return None
     seconds = (reply.time_unix_ns[-1] - reply.time_unix_ns[0]) / 1e9

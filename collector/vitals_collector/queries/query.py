@@ -62,7 +62,7 @@ ANSWERS: dict[type[Question[Any]], Callable[["Query", Any], Any]] = {}
 def answer_to(
     kind: type[Question[A]],
 ) -> Callable[[Callable[["Query", Any], A]], Callable[["Query", Any], A]]:
-    """Return a decorator that registers a function for queries of this type, over HTTP and here."""
+    """Register the decorated function as the one that responds to this type of query."""
 
     def register(answer: Callable[["Query", Any], A]) -> Callable[["Query", Any], A]:
         ANSWERS[kind] = answer
@@ -112,11 +112,11 @@ class Query:
         self._up_since_unix_ns = up_since_unix_ns
 
     def run_dir(self, run_id: str) -> Path | None:
-        """Return the run's directory if a directory is read; None for a collector."""
+        """Return the directory of the queried run if a directory is read; None for a collector."""
         return None
 
     def ask(self, question: Question[A]) -> A:
-        """Return the response.
+        """Respond to a query about runs, from one snapshot of the store.
 
         Raises:
             UsageError: unknown run, metric or source, or a number out of bounds.
@@ -132,7 +132,7 @@ class Query:
 
     @contextmanager
     def read(self, *run_ids: str) -> Iterator[ReadSnapshot]:
-        """Provide one snapshot of the store.
+        """Provide the snapshot of the store from which one query reads.
 
         Raises:
             UsageError: one of these runs is not stored.
@@ -144,10 +144,10 @@ class Query:
             yield self.store.snapshot_on(connection)
 
     def raise_alerts(self) -> None:
-        """Update the store's alerts; a collector's are updated as rows arrive."""
+        """Update the alerts before a query for them; a collector's are updated as rows arrive."""
 
     def liveness(self) -> Liveness:
-        """Return the criteria for running and lost runs."""
+        """Return the criteria by which a response shows runs as running or lost."""
         now = self._steady.time_ns()
         return Liveness(
             now_unix_ns=now,
@@ -157,7 +157,7 @@ class Query:
 
 
 def within(query: Query, reach: frozenset[str] | None) -> Query:
-    """Return a query limited to the runs that a token reaches; None: all."""
+    """Return a copy of the query object limited to the runs that a token reaches; None: all."""
     limited = copy.copy(query)
     limited.reach = reach
     return limited
@@ -177,6 +177,7 @@ _OF_ALL_RUNS = (
 
 @answer_to(views.RunsQuestion)
 def _runs(query: Query, _: views.RunsQuestion) -> tuple[views.RunSummary, ...]:
+    """Respond to the query for all runs that the token reaches."""
     with query.read() as moment:
         found = overview.load_run_summaries(moment.sql, query.liveness())
     return tuple(run for run in found if query.reach is None or run.run_id in query.reach)
@@ -184,6 +185,7 @@ def _runs(query: Query, _: views.RunsQuestion) -> tuple[views.RunSummary, ...]:
 
 @answer_to(views.ConfigsQuestion)
 def _configs(query: Query, _: views.ConfigsQuestion) -> dict[str, Config]:
+    """Respond to the query for the configuration of every run."""
     with query.read() as moment:
         rows = moment.sql.execute(select(runs).where(~is_being_removed())).all()
     return {
@@ -195,6 +197,7 @@ def _configs(query: Query, _: views.ConfigsQuestion) -> dict[str, Config]:
 
 @answer_to(views.RunQuestion)
 def _run_detail(query: Query, question: views.RunQuestion) -> views.RunDetail:
+    """Respond to the query for one run: summary, attempts, sources, metrics and volume."""
     with query.read() as moment:
         row = ledger.run_row(moment.sql, question.run_id)
         return views.RunDetail(
@@ -209,6 +212,7 @@ def _run_detail(query: Query, question: views.RunQuestion) -> views.RunDetail:
 
 @answer_to(views.SeriesQuestion)
 def _one_series(query: Query, question: views.SeriesQuestion) -> views.SeriesReply:
+    """Respond to the query for a curve with few points."""
     fields = asdict(question)
     run_id = fields.pop("run_id")
     of_one = views.ManySeriesQuestion(run_id=run_id, series=(views.SeriesRequest(**fields),))
@@ -217,6 +221,7 @@ def _one_series(query: Query, question: views.SeriesQuestion) -> views.SeriesRep
 
 @answer_to(views.ManySeriesQuestion)
 def _many_series(query: Query, question: views.ManySeriesQuestion) -> tuple[views.SeriesReply, ...]:
+    """Respond to the query for several curves of a run, each with few points."""
     run_id, requests = question.run_id, question.series
     for request in requests:
         if not 2 <= request.points <= views.MAX_POINTS:
@@ -245,6 +250,7 @@ def _many_series(query: Query, question: views.ManySeriesQuestion) -> tuple[view
 
 @answer_to(views.CurveQuestion)
 def _curve(query: Query, question: views.CurveQuestion) -> views.CurveReply:
+    """Respond to the query for a curve with all points."""
     run_id, metric, branch = question.run_id, question.metric, question.branch
     with query.read(run_id) as moment:
         steps = (question.from_step, question.to_step)
@@ -255,12 +261,14 @@ def _curve(query: Query, question: views.CurveQuestion) -> views.CurveReply:
 
 @answer_to(views.DifferenceQuestion)
 def _difference(query: Query, question: views.DifferenceQuestion) -> views.DifferenceReply:
+    """Respond to the query for the difference of two runs' curves."""
     with query.read(question.run_id, question.other) as moment:
         return difference(moment, question)
 
 
 @answer_to(views.StepQuestion)
 def _step(query: Query, question: views.StepQuestion) -> views.StepView:
+    """Respond to the query that explains one step: rows, findings, decisions, data."""
     run_id, step = question.run_id, question.step
     with query.read(run_id) as moment:
         found = ledger.findings_of(moment.sql, run_id, step)
@@ -289,6 +297,7 @@ _answer_in_run(views.CellsQuestion, cells)
 
 @answer_to(views.AlertsQuestion)
 def _alerts(query: Query, question: views.AlertsQuestion) -> tuple[views.AlertView, ...]:
+    """Respond to the query for alerts, of one run or of all."""
     query.raise_alerts()
     return inbox.list_alerts(
         query.store,
@@ -302,12 +311,14 @@ def _alerts(query: Query, question: views.AlertsQuestion) -> tuple[views.AlertVi
 
 @answer_to(views.SilencesQuestion)
 def _silences(query: Query, question: views.SilencesQuestion) -> tuple[views.SilenceView, ...]:
+    """Respond to the query for silences of alerts."""
     now = query.clock.time_ns()
     return inbox.list_silences(query.store, now_unix_ns=now, reach=query.reach)
 
 
 @answer_to(views.CommandsQuestion)
 def _commands(query: Query, question: views.CommandsQuestion) -> tuple[views.CommandView, ...]:
+    """Respond to the query for the manual commands of a run."""
     now = query.clock.time_ns()
     return commands.list_commands(
         query.store, question.run_id, now_unix_ns=now, status=question.status
@@ -316,16 +327,18 @@ def _commands(query: Query, question: views.CommandsQuestion) -> tuple[views.Com
 
 @answer_to(views.IncidentsQuestion)
 def _incidents(query: Query, question: views.IncidentsQuestion) -> tuple[views.IncidentView, ...]:
+    """Respond to the query for the incidents of a run."""
     return _judge_run(query, question.run_id, incidents)
 
 
 @answer_to(views.VerdictQuestion)
 def _verdict(query: Query, question: views.VerdictQuestion) -> views.RunVerdict:
+    """Respond to the query for the verdict on a run."""
     return _judge_run(query, question.run_id, run_verdict)
 
 
 def _judge_run(query: Query, run_id: str, judge: Callable[[RunIncidents], A]) -> A:
-    """Return the incidents of the run, or its verdict."""
+    """Run ``judge`` on a snapshot of the run, to query its incidents or its verdict."""
     with query.read(run_id) as moment:
         run = overview.load_run_summaries(moment.sql, query.liveness(), run_id)[0]
         run_dir = query.run_dir(run_id)
@@ -334,6 +347,7 @@ def _judge_run(query: Query, run_id: str, judge: Callable[[RunIncidents], A]) ->
 
 @answer_to(views.GoodputQuestion)
 def _goodput(query: Query, question: views.GoodputQuestion) -> views.GoodputView:
+    """Respond to the query for a run's goodput."""
     with query.read(question.run_id) as moment:
         run = overview.load_run_summaries(moment.sql, query.liveness(), question.run_id)[0]
         return query.goodput.of(moment, run)
@@ -341,6 +355,7 @@ def _goodput(query: Query, question: views.GoodputQuestion) -> views.GoodputView
 
 @answer_to(views.ForecastQuestion)
 def _forecast(query: Query, question: views.ForecastQuestion) -> views.ForecastView:
+    """Respond to the query for a run's forecast."""
     others = (question.other,) if question.other else ()
     with query.read(question.run_id, *others) as moment:
         ids = (question.run_id, *others)
@@ -352,6 +367,7 @@ def _forecast(query: Query, question: views.ForecastQuestion) -> views.ForecastV
 
 @answer_to(views.TableQuestion)
 def _table(query: Query, question: views.TableQuestion) -> views.TableReply:
+    """Respond to the query for rows of a table that match conditions."""
     if question.table == "alerts":
         query.raise_alerts()
     with query.read() as moment:
@@ -361,6 +377,7 @@ def _table(query: Query, question: views.TableQuestion) -> views.TableReply:
 def _select_series(
     moment: ReadSnapshot, run_id: str, request: views.SeriesRequest
 ) -> tuple[str, CurveRequest]:
+    """Choose the stored rows for a queried curve; means and smoothing need more of them."""
     steps = (request.from_step, request.to_step)
     source, curve = series.curve_of(moment, run_id, request.metric, request.source, steps)
     since, until = request.from_time_unix_ns, series.exclusive_end(request.to_time_unix_ns)
@@ -376,13 +393,14 @@ def _select_series(
 
 
 def _has_means(request: views.SeriesRequest) -> bool:
-    """Return whether a query of a series wants means or smoothed values."""
+    """Return whether the query for a curve wants means or smoothed values."""
     return request.mean or request.smoothing > 0.0
 
 
 def _series_reply(
     run_id: str, request: views.SeriesRequest, source: str, curve: DownsampledCurve
 ) -> views.SeriesReply:
+    """Build the response to the query for a curve: downsampled, with non-finite marks."""
     if request.smoothing:
         points = smooth(curve.points, request.smoothing, request.branch)
         if request.from_step is not None:

@@ -44,7 +44,7 @@ _KEYS = {column.name for column in catalog.ROW_COLUMNS} | {"rank", "pid"}
 
 
 def names_of(connection: Connection, run_id: str) -> tuple[str, ...]:
-    """Return the run's series with at least one value: ``stream.column`` or ``stream.NAME``."""
+    """Query which curves a run has: ``stream.column`` or ``stream.NAME`` with any value."""
     measured = measured_by_stream(connection, run_id)
     series_names = {
         f"{stream}.{name}"
@@ -74,7 +74,7 @@ def measured_by_stream(connection: Connection, run_id: str) -> defaultdict[str, 
 
 
 def unit_of(metric: str) -> str:
-    """Return the metric's unit from the catalog, "" for none or for a user-defined metric."""
+    """Return the unit of a queried metric from the catalog, "" for none or user-defined ones."""
     series, _, column = metric.rpartition(":")
     if series.startswith("layers.") and column in _OF_LAYERS:
         metric = f"layers.{column}"
@@ -90,7 +90,7 @@ def curve_of(
     source: str,
     steps: tuple[int | None, int | None] = (None, None),
 ) -> tuple[str, CurveRequest]:
-    """Return the source and the curve, limited to these steps if its rows have steps.
+    """Find the stored curve for a query of a metric, limited to these steps; return its source.
 
     Raises:
         UsageError: no such metric or source; the message suggests a similar name.
@@ -103,20 +103,21 @@ def curve_of(
 
 
 def attempt_rows(connection: Connection, run_id: str) -> list[AttemptRow]:
-    """Return the data of the run's attempts that stitching needs."""
+    """Query the run's attempts as a curve's stitching needs them."""
     table = attempts.c
     query = select(table.id, table.parent, table.fork_step).where(table.run_id == run_id)
     return [AttemptRow(*row) for row in connection.execute(query.order_by(table.id))]
 
 
 def exclusive_end(last: int | None) -> int | None:
-    """Return the exclusive end of a span with this last step or time; None: no end."""
+    """Return the exclusive end of a queried range with this last step or time; None: no end."""
     return None if last is None or last >= 2**63 - 1 else last + 1
 
 
 def _curve_of(
     moment: ReadSnapshot, run_id: str, metric: str, source: str
 ) -> tuple[str, CurveRequest]:
+    """Find the stored rows of a queried metric: a column, or a name such as a layer's."""
     stream, dot, name = metric.partition(".")
     if not (stream and dot and name):
         raise UsageError(
@@ -142,13 +143,14 @@ def _curve_of(
 
 
 def _source_filter(source: str) -> tuple[str, ...]:
-    """Return the sources to read for a series: one, or all."""
+    """Return the sources that the query for a curve reads: one, or all."""
     return (source,) if source else ()
 
 
 def _find_named_curve(
     connection: Connection, run_id: str, metric: str, source: str
 ) -> tuple[str, CurveRequest]:
+    """Find the stored curve of a queried name, such as a scalar or a layer."""
     stream, _, name = metric.partition(".")
     key_column, column = NAMED[stream]
     layer, _, other = name.rpartition(":")
@@ -168,7 +170,7 @@ def _find_named_curve(
 def _source_of_incarnations(
     connection: Connection, run_id: str, incarnations: Collection[str]
 ) -> str:
-    """Return the source of a name if none was given: rank 0's, otherwise the first one's."""
+    """Query the source of a named curve: rank 0 if it has the name, otherwise the first."""
     query = select(sources.c.source).where(
         sources.c.run_id == run_id, sources.c.incarnation.in_(incarnations)
     )
@@ -177,7 +179,7 @@ def _source_of_incarnations(
 
 
 def _default_source(moment: ReadSnapshot, run_id: str, stream: str) -> str:
-    """Return the source of a series if the query names none."""
+    """Return the source of a curve if the query names none."""
     if stream == RANKS:
         return RANKS
     if stream not in ("gpu", "node"):
@@ -186,6 +188,7 @@ def _default_source(moment: ReadSnapshot, run_id: str, stream: str) -> str:
 
 
 def _unknown_series_error(connection: Connection, run_id: str, metric: str) -> UsageError:
+    """Return the error for a query of an unknown curve, with similar names of the run."""
     series_names = names_of(connection, run_id)
     close = difflib.get_close_matches(metric, series_names, n=3)
     hint = f"the run has {', '.join(series_names[:12])}" if series_names else NO_ROWS_YET
@@ -195,14 +198,14 @@ def _unknown_series_error(connection: Connection, run_id: str, metric: str) -> U
 
 
 def _choose_evenly(which: Ints, num: int) -> Ints:
-    """Return at most ``num`` of them, evenly chosen, including the first and the last."""
+    """Choose at most ``num`` points of a response evenly, including the first and the last."""
     if len(which) <= num:
         return which
     return which[np.linspace(0, len(which) - 1, num).astype(np.int64)]
 
 
 def nonfinite_marks(points: Points, max_marks: int) -> tuple[NonFiniteMark, ...]:
-    """Return a mark for each NaN and infinity, or for ``max_marks`` of them, evenly chosen."""
+    """Return the NaN and infinities in a queried curve, or ``max_marks`` of them, evenly chosen."""
     which = _choose_evenly(np.flatnonzero(~np.isfinite(points.value)), max_marks)
     nonfinite = points.take(which)
     rows = zip(
@@ -212,12 +215,12 @@ def nonfinite_marks(points: Points, max_marks: int) -> tuple[NonFiniteMark, ...]
 
 
 def num_nonfinite(points: Points) -> int:
-    """Return how many values are NaN or infinite."""
+    """Count the values of a queried curve that are NaN or infinite."""
     return int(np.count_nonzero(~np.isfinite(points.value)))
 
 
 def kind_of(value: float) -> Literal["nan", "+inf", "-inf"]:
-    """Return the name of a non-finite number."""
+    """Return the name by which responses show a non-finite number."""
     if math.isnan(value):
         return "nan"
     return "+inf" if value > 0 else "-inf"
@@ -230,7 +233,7 @@ MAX_POINTS = 4_000_000
 def curve_reply(
     run_id: str, metric: str, source: str, branch: Branch, points: Points
 ) -> CurveReply:
-    """Return the response with all points.
+    """Build the response to the query for a curve with all points.
 
     Raises:
         UsageError: there are too many points for one response.

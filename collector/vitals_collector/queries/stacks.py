@@ -10,7 +10,7 @@ MAX_FRAMES = 12
 
 
 def wait_stacks_text(stacks: Sequence[StacksView], step: int) -> str:
-    """Return the position of each rank in a wait at a step: the calls of its main thread."""
+    """Explain a wait at a step by the calls in which each rank's main thread is."""
     newest = {view.rank: view for view in stacks if view.step == step and not view.command_number}
     parts = []
     for rank, view in sorted(newest.items()):
@@ -24,12 +24,13 @@ def _last_collective_text(view: StacksView) -> str:
 
 
 def _truncate_calls(calls: Sequence[str]) -> list[str]:
+    """Shorten the calls of a rank in the explanation of a wait or hang."""
     more = len(calls) - MAX_FRAMES
     return [*calls[:MAX_FRAMES], *([f"  ... and {more} more calls"] if more > 0 else [])]
 
 
 def grouped_stacks_text(stacks: Sequence[StacksView], world_size: int) -> str:
-    """Return the position of all ranks: ranks at the same place together, the smallest group first.
+    """Explain where all ranks are: those at the same place together, the smallest group first.
 
     Ranks below ``world_size`` without stacks are listed as not responding.
     """
@@ -55,7 +56,7 @@ def grouped_stacks_text(stacks: Sequence[StacksView], world_size: int) -> str:
 
 
 def _rank_list_text(ranks: Sequence[int]) -> str:
-    """Return ``rank 3``, or ``ranks 0 to 2, 5``."""
+    """Name ranks in the explanation of stacks: ``rank 3``, or ``ranks 0 to 2, 5``."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:
@@ -67,5 +68,5 @@ def _rank_list_text(ranks: Sequence[int]) -> str:
 
 
 def capital(text: str) -> str:
-    """Return the text with a capital letter."""
+    """Return a sentence of a verdict or explanation with a capital letter."""
     return text[:1].upper() + text[1:]

@@ -65,7 +65,7 @@ class IncidentParts:
 
 
 def incident_title(incident: IncidentParts) -> str:
-    """Return the incident in one line: the action, its cause, and the step."""
+    """Describe an incident in one line: the action, its cause, and the step."""
     where = f" at step {incident.onset}" + (f", rank {incident.rank}" if incident.rank >= 0 else "")
     cause = incident.cause.replace("_", " ")
     is_hang = any(view.finding.kind == "hang" for view in incident.findings)
@@ -85,7 +85,7 @@ def incident_title(incident: IncidentParts) -> str:
 
 
 def explain_incident(incident: IncidentParts, evidence: IncidentEvidence) -> tuple[str, ...]:
-    """Return the paragraphs: onset, first change, data, and the reason for the action.
+    """Explain an incident in paragraphs: onset, first change, data, reason for the action.
 
     A paragraph is one line of plain text. The verdict contains the end and the cost.
     """
@@ -107,6 +107,7 @@ def explain_incident(incident: IncidentParts, evidence: IncidentEvidence) -> tup
 
 
 def _onset_paragraph(incident: IncidentParts) -> str:
+    """Explain in a paragraph the start of an incident: alerts, findings and notes."""
     when = _time_phrase(incident.started_unix_ns)
     sentences = [f"Began at step {incident.onset} of attempt {incident.ordinal}, detected {when}."]
     alerts = user_alert_episodes(view.finding for view in incident.findings)
@@ -126,7 +127,7 @@ def _onset_paragraph(incident: IncidentParts) -> str:
 
 
 def _findings(found: Sequence[views.FindingView]) -> list[str]:
-    """Return a sentence for each kind, metric and rank: a fault of many steps is one sentence."""
+    """Explain an incident's findings, one sentence for each kind, metric and rank."""
     groups: dict[tuple[str, str, int], list[Finding]] = {}
     for view in why.without_waits(found):
         finding = view.finding
@@ -138,6 +139,7 @@ def _findings(found: Sequence[views.FindingView]) -> list[str]:
 
 
 def _finding_group_sentence(findings: Sequence[Finding]) -> str:
+    """Explain the findings of one kind in a sentence of an incident's story."""
     first, last = findings[0], findings[-1]
     reason = first.reason[:1].upper() + first.reason[1:]
     at = f"(step {first.step})"
@@ -149,6 +151,7 @@ def _finding_group_sentence(findings: Sequence[Finding]) -> str:
 
 
 def _note_sentence(event: views.EventView) -> str:
+    """Explain a note or the end of a run in a sentence of an incident's story."""
     text = event.text.rstrip(".")
     if event.kind == "RunEnded" and text.startswith("halted: "):
         return f"Halted by Vitals: {text.removeprefix('halted: ')}."
@@ -156,6 +159,7 @@ def _note_sentence(event: views.EventView) -> str:
 
 
 def _values_paragraph(incident: IncidentParts, view: views.StepView | None) -> str:
+    """Explain in a paragraph the values at an incident's onset: loss, norm, learning rate."""
     if view is None or not view.rows:
         return f"No row of step {incident.onset} is stored, so its numbers are missing."
     head = next((row for row in view.rows if row.source == "rank:0"), None)
@@ -170,7 +174,7 @@ def _values_paragraph(incident: IncidentParts, view: views.StepView | None) -> s
 
 
 def _movers_paragraph(incident: IncidentParts, evidence: IncidentEvidence) -> str:
-    """Return the other changes. The verdict contains the first; without one, these are noise."""
+    """Explain in a paragraph an incident's changes besides the first, which the verdict names."""
     movers = evidence.movers
     layers = [mover for mover in movers if not _is_run_or_rank(mover.view.row)]
     ranks = [mover for mover in movers if mover.view.row.startswith("rank:")]
@@ -190,10 +194,12 @@ def _movers_paragraph(incident: IncidentParts, evidence: IncidentEvidence) -> st
 
 
 def _sorted_movers_text(movers: Sequence[TopChange]) -> str:
+    """Describe the changes around an incident for its story, the largest first."""
     return _movers_text(sorted(movers, key=lambda mover: (-mover.view.score, mover.first_step)))
 
 
 def _movers_text(movers: Sequence[TopChange]) -> str:
+    """Describe the first of the changes around an incident, and count the rest."""
     shown = "; ".join(
         f"{_mover_name(mover.view)} {_change_text(mover)}" for mover in movers[:MAX_TOLD]
     )
@@ -202,6 +208,7 @@ def _movers_text(movers: Sequence[TopChange]) -> str:
 
 
 def _mover_name(view: views.MoverView) -> str:
+    """Name a change in the story of an incident: its layer or rank, and the metric."""
     metric = split_unit(view.metric)[0].replace("grad norm", "gradient norm")
     if view.row == RUN:
         return metric
@@ -210,7 +217,7 @@ def _mover_name(view: views.MoverView) -> str:
 
 
 def _change_text(mover: TopChange) -> str:
-    """Return the peak, usual value and deviation of a change as text."""
+    """Describe a change in an incident's story: peak, usual value and deviation."""
     view, unit = mover.view, split_unit(mover.view.metric)[1]
     usual = "" if view.before is None else f", usually {humanize(view.before, unit)}"
     if view.score >= NONFINITE_SCORE:
@@ -223,11 +230,12 @@ def _change_text(mover: TopChange) -> str:
 
 
 def _is_run_or_rank(row: str) -> bool:
-    """Return whether a change in the story belongs to the run or to a rank."""
+    """Return whether a change in an incident's story belongs to the run or to a rank."""
     return row == RUN or row.startswith("rank:")
 
 
 def _batches_paragraph(incident: IncidentParts, view: views.StepView | None) -> str:
+    """Explain in a paragraph which batches and samples an incident's steps trained on."""
     data = [samples for _, samples in incident.data] or list(view.data if view is not None else ())
     if data:
         sentences = [why.samples_sentence(samples, tells_attempt=False) for samples in data]
@@ -247,6 +255,7 @@ def _batches_paragraph(incident: IncidentParts, view: views.StepView | None) -> 
 
 
 def _gpu_paragraph(evidence: IncidentEvidence) -> str:
+    """Explain in a paragraph what the GPUs showed around an incident."""
     if not evidence.has_gpus:
         return "No GPU samples are stored around it."
     if not evidence.gpus:
@@ -255,6 +264,7 @@ def _gpu_paragraph(evidence: IncidentEvidence) -> str:
 
 
 def _gpu_change_text(view: views.MoverView) -> str:
+    """Describe a GPU's change, such as throttling, in the story of an incident."""
     if view.metric == THROTTLED:
         began = int(view.peak or 0) & ~int(view.before or 0)
         reasons = "; ".join(description for bit, description in THROTTLES.items() if began & bit)
@@ -267,12 +277,13 @@ def _gpu_change_text(view: views.MoverView) -> str:
 
 
 def _readings_paragraph(incident: IncidentParts) -> str:
-    """Return the results of the probe and of evaluations; nothing without any."""
+    """Explain in a paragraph an incident's probe and evaluation results; or nothing."""
     readings = [f"{event.text}." for event in incident.events if event.kind == "StateRead"]
     return " ".join(_first_few(readings, "probe or evaluation result"))
 
 
 def _decisions_paragraph(incident: IncidentParts) -> str:
+    """Explain in a paragraph what Vitals did about an incident, and why."""
     if not incident.decisions:
         return "Vitals took no action."
     sentences = _first_few([why.decision_sentence(view) for view in incident.decisions], "decision")
@@ -289,6 +300,7 @@ def _first_few(sentences: Sequence[str], name: str, plural: str = "") -> list[st
 
 
 def _time_phrase(time_unix_ns: int) -> str:
+    """Return a time as the story of an incident writes it."""
     try:
         when = datetime.fromtimestamp(time_unix_ns / 1e9, tz=UTC)
     except (OverflowError, ValueError, OSError):

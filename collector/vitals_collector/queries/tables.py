@@ -53,7 +53,7 @@ def query_table(
     when: Liveness,
     reach: frozenset[str] | None = None,
 ) -> TableReply:
-    """Return the rows that match the request's conditions, of runs in ``reach``; None: all.
+    """Respond to a table query: rows of runs, steps or events that match its conditions.
 
     Raises:
         UsageError: an unknown run, column or operator, or a number out of bounds.
@@ -78,6 +78,7 @@ def query_table(
 
 
 def _check_request(request: TableQuestion) -> None:
+    """Reject a table query with invalid numbers, or filters that its table lacks."""
     if not 1 <= request.limit <= MAX_ROWS:
         raise UsageError(f"limit is {request.limit}; it must be 1 to {MAX_ROWS}")
     for name in ("from_step", "to_step"):
@@ -103,6 +104,7 @@ def _check_request(request: TableQuestion) -> None:
 def _requested_columns(
     request: TableQuestion, columns: Mapping[str, Kind], default: Sequence[str]
 ) -> Sequence[str]:
+    """Return the columns that a table query wants, otherwise the default ones."""
     for name in request.columns:
         if name not in columns:
             raise unknown_column(name, columns)
@@ -110,6 +112,7 @@ def _requested_columns(
 
 
 def _step_table(moment: ReadSnapshot, request: TableQuestion) -> TableReply:
+    """Respond to a query of the table of steps or ranks."""
     columns = columns_of_steps(moment.sql, request.run_id, request.table)
     conditions = parse(request.where, columns)
     shown = _requested_columns(request, columns, shown_columns(moment.sql, request.run_id, columns))
@@ -147,10 +150,12 @@ def _fields(kind: type, *, but: Sequence[str] = ()) -> dict[str, Kind]:
 
 
 def _row_dict(record: msgspec.Struct, **row_values: object) -> dict[str, Any]:
+    """Convert a stored record to a row of a queried table, by column."""
     return row_values | {name: getattr(record, name) for name in record.__struct_fields__}
 
 
 def _to_json_scalar(value: Any) -> str | float | int | bool | None:
+    """Convert a value of a stored record to a cell of a queried table."""
     if value is None or isinstance(value, str | float | int | bool):
         word: str | float | int | bool | None = jsonable(value)
         return word
@@ -164,6 +169,7 @@ def _matching_indices(
     columns: Mapping[str, Kind],
     conditions: Sequence[TableCondition],
 ) -> list[int]:
+    """Return which rows match all conditions of a table query."""
     which = np.arange(len(rows))
     for condition in conditions:
         values = [rows[i][condition.column] for i in which.tolist()]
@@ -172,6 +178,7 @@ def _matching_indices(
 
 
 def _table_column(row_values: Sequence[Any], kind: Kind) -> TableColumn:
+    """Convert a column of records to values that the conditions of a table query can filter."""
     valid = np.array([value is not None for value in row_values], dtype=bool)
     if kind == "text":
         values = np.empty(len(row_values), dtype=object)

@@ -82,7 +82,7 @@ class TopChange(NamedTuple):
 
 
 def top_change_views(moment: ReadSnapshot, run_id: str, step: int) -> tuple[MoverView, ...]:
-    """Return the largest changes up to a step, on the attempt with a problem at it."""
+    """Query the largest changes up to a step, on the attempt with a problem at it."""
     attempt = attempt_of(moment.sql, run_id, step)
     return tuple(mover.view for mover in find_top_changes(moment, run_id, step, attempt))
 
@@ -111,14 +111,14 @@ def attempt_of(connection: Connection, run_id: str, step: int) -> int | None:
 
 
 def _within(step: int) -> int:
-    """Return a step that leaves room for a window in 64 bits; no run reaches the limit."""
+    """Return the queried step, limited so that a window of steps around it fits in 64 bits."""
     return max(-(2**62), min(step, 2**62))
 
 
 def find_top_changes(
     moment: ReadSnapshot, run_id: str, step: int, attempt: int | None
 ) -> tuple[TopChange, ...]:
-    """Return the largest changes of layers and ranks up to a step."""
+    """Find what changed most up to a step, to explain it: layers and ranks."""
     step = _within(step)
     branch = ancestry(attempt_rows(moment.sql, run_id), attempt)
     measured = measured_by_stream(moment.sql, run_id)
@@ -131,6 +131,7 @@ def find_top_changes(
 
 
 def _mover_sort_key(mover: TopChange) -> tuple[float, int, bool, str, str]:
+    """Return the order in which a response lists changes: the largest first."""
     # Layers and ranks are more exact than the run's own value: they come first.
     return (
         -mover.view.score,
@@ -142,7 +143,7 @@ def _mover_sort_key(mover: TopChange) -> tuple[float, int, bool, str, str]:
 
 
 def ancestry(attempts: Sequence[AttemptRow], attempt: int | None) -> list[AttemptRow]:
-    """Return the attempt and its ancestors; without an attempt, all."""
+    """Return the attempt that a query is about and its ancestors; without one, all."""
     by_id = {row.id: row for row in attempts}
     if attempt is None or attempt not in by_id:
         return list(attempts)
@@ -161,6 +162,7 @@ def _layer_changes(
     branch: Sequence[AttemptRow],
     measured: set[str],
 ) -> list[TopChange]:
+    """Query how much each layer's norms changed in the steps before a problem."""
     columns_of = {name: _SOURCES_OF.get(name, (name,)) for name in _OF_LAYER}
     columns_of = {
         name: needed for name, needed in columns_of.items() if measured.issuperset(needed)
@@ -186,6 +188,7 @@ def _rank_changes(
     branch: Sequence[AttemptRow],
     measured: set[str],
 ) -> list[TopChange]:
+    """Query how much the values of each rank and of the run changed before a problem."""
     candidates: list[TopChange] = []
     span = RowSpan(run_id, "steps", from_step=steps[0], to_step=exclusive_end(steps[1]))
     for metrics, sources in ((_OF_RUN, ("rank:0",)), (_OF_RANK, ())):
@@ -246,7 +249,7 @@ def judge_change(
     min_before: int = _MIN_BEFORE,
     has_jumps: bool = True,
 ) -> TopChange | None:
-    """Return the deviation of the values in the window before ``step``. Pure.
+    """Return the deviation of the values before a problem at ``step`` from earlier ones.
 
     None: nothing was measured in the window, or fewer than ``min_before`` values before it. With
     ``has_jumps`` a distance that single values before it had is usual.
@@ -287,13 +290,13 @@ def judge_change(
 
 
 def _has_jumped(before: Floats, late: Floats) -> bool:
-    """Return whether a learning rate rose in one step; schedules change it slowly, or lower it."""
+    """Return whether the learning rate jumped before a problem: schedules change it slowly."""
     rates = np.concatenate([before[-1:], late])
     return bool((rates[1:] > _RATE_JUMP * rates[:-1]).any() and late.max() > before.max())
 
 
 def _distances(before: Floats, late: Floats, *, has_jumps: bool, least: float) -> Floats:
-    """Return each late value's distance from the median of the earlier ones, in scales."""
+    """Return the distance of each late value from the earlier median, to rank changes."""
     if before.min() > 0.0:
         before, late = np.log(before), np.log(np.maximum(late, np.finfo(np.float64).tiny))
     else:

@@ -110,7 +110,7 @@ class _Hang:
 
 
 def _hang(facts: VerdictFacts) -> _Hang | None:
-    """Return the current hang; None if steps continue, or the run has ended."""
+    """Return the hang that the verdict is about; None if steps continue, or the run ended."""
     waits = _wait_findings(facts)
     if not waits or not facts.is_open or facts.run.state != "running":
         return None
@@ -123,11 +123,12 @@ def _hang(facts: VerdictFacts) -> _Hang | None:
 
 
 def _wait_findings(facts: VerdictFacts) -> list[views.FindingView]:
+    """Return the findings about waits and hangs, on which the verdict reports."""
     return [view for view in facts.incident.findings if view.finding.kind in _WAITS]
 
 
 def _wait_start_ns(waits: Sequence[views.FindingView]) -> int:
-    """Return the time of the last progress before the waits."""
+    """Return since when the verdict counts a hang: the time of the last progress."""
     return min(v.time_unix_ns - int((v.finding.value or 0.0) * 1e9) for v in waits)
 
 
@@ -177,6 +178,7 @@ def verdict_state_line(facts: VerdictFacts) -> str:
 
 
 def _run_state_text(run: views.RunSummary) -> str:
+    """Return the start of the verdict's line on the state: the run and its last step."""
     if run.state == "running":
         missing = f"; missing: {', '.join(run.missing)}" if run.missing else ""
         return f"Running at step {run.last_step:,}{missing}"
@@ -184,7 +186,7 @@ def _run_state_text(run: views.RunSummary) -> str:
 
 
 def incident_end_text(facts: VerdictFacts) -> str:
-    """Return whether the incident is over, and for how many healthy steps."""
+    """Return the verdict's sentence on whether the incident is over, and for how long."""
     decided = [view.decision for view in facts.incident.decisions]
     if facts.run.state == "halted" and any(d.action == "halt" and d.acted for d in decided):
         return f"This incident stopped it; last bad step {facts.incident.last:,}."
@@ -244,6 +246,7 @@ class _CauseRecords:
     kind: str = ""
 
     def add(self, record: Finding | Decision) -> None:
+        """Add a finding or decision to the cause that the verdict names."""
         self.steps.add(record.step)
         self.reasons.append(record.reason)
         if record.rank >= 0 or isinstance(record, Finding):
@@ -253,7 +256,7 @@ class _CauseRecords:
 
 
 def _causes(facts: VerdictFacts) -> list[str]:
-    """Return a sentence for each cause: the root first, then those with an action."""
+    """Return the verdict's sentence for each cause: the root first, then those with an action."""
     triggers: dict[str, _CauseRecords] = {}
 
     def trigger(record: Finding | Decision, name: str) -> _CauseRecords:
@@ -287,7 +290,7 @@ def _causes(facts: VerdictFacts) -> list[str]:
 
 
 def is_about_wait(event: views.EventView) -> bool:
-    """Return whether a wait ended by itself, or its job may not be restarted."""
+    """Return whether an event in the verdict is about a wait: it ended, or forbids a restart."""
     return event.text.endswith(("[wait_over]", "[restart_budget]"))
 
 
@@ -306,10 +309,12 @@ def _death(event: views.EventView, world_size: int) -> str:
 
 
 def _restart_text(restart: Restart) -> str:
+    """Return the verdict's sentence on a restart as a cause."""
     return f"The run ended after step {restart.last_step:,} and was restarted"
 
 
 def _trigger_sentence(trigger: _CauseRecords) -> str:
+    """Return the verdict's sentence on one cause: its values, limits, ranks and steps."""
     at = _steps(trigger.steps)
     # If all ranks had the fault, do not name the one that also reported it.
     ranks = [] if -1 in trigger.ranks else sorted(trigger.ranks)
@@ -331,7 +336,7 @@ def _trigger_sentence(trigger: _CauseRecords) -> str:
 
 
 def _nonfinite(trigger: _CauseRecords) -> str:
-    """Return NaN or Inf, from the values; otherwise from the reason."""
+    """Return NaN or infinite for the verdict, from the values; otherwise from the reason."""
     kinds = {
         "NaN" if math.isnan(value) else "infinite"
         for value in trigger.values
@@ -401,7 +406,7 @@ def verdict_action_line(
 
 
 def _resumed(restart: Restart) -> str:
-    """Return a sentence about the step from which a restarted run continued."""
+    """Return the verdict's sentence on the step from which a restarted run continued."""
     if not restart.step:
         return (
             f"The restarted run counts from step 0; its last step had been {restart.last_step:,}. "
@@ -412,7 +417,7 @@ def _resumed(restart: Restart) -> str:
 
 
 def _observed_action_text(name: ActionName, same: Sequence[Decision]) -> str:
-    """Return the text on actions that mode ``observe`` only recorded."""
+    """Return the verdict's text on actions that mode ``observe`` only recorded."""
     if not same:
         return ""
     times = "" if len(same) == 1 or name == "skip_step" else f" {len(same)} times"
@@ -420,6 +425,7 @@ def _observed_action_text(name: ActionName, same: Sequence[Decision]) -> str:
 
 
 def _applied_action_text(name: ActionName, same: Sequence[Decision]) -> str:
+    """Return the verdict's text on actions that Vitals carried out."""
     if name == "skip_step":
         return (
             f"Skipped {humanize_count(len(same), 'update')} ({_steps(d.step for d in same)[3:]})."
@@ -428,6 +434,7 @@ def _applied_action_text(name: ActionName, same: Sequence[Decision]) -> str:
 
 
 def _single_action_text(decision: Decision) -> str:
+    """Return the verdict's sentence on one rollback, halt or other action."""
     if decision.action == "rollback":
         text = f"Rolled back to step {decision.rollback_to_step:,}"
         if decision.skip_batches:
@@ -578,7 +585,7 @@ def _open_incident_action(
 
 
 def _suspect_machine_text(findings: Sequence[views.FindingView]) -> str:
-    """Return the ranks that a finding about a machine names."""
+    """Return the ranks that the verdict advises to check: findings name their machine."""
     ranks = {
         view.finding.rank
         for view in findings
@@ -593,7 +600,7 @@ def _suspect_machine_text(findings: Sequence[views.FindingView]) -> str:
 
 
 def incident_timeline(facts: VerdictFacts) -> tuple[views.TimelineEntry, ...]:
-    """Return the events in a few lines, by time: first finding, actions, pages, the end."""
+    """Return the verdict's timeline by time: first finding, actions, pages, the end."""
     lines: list[views.TimelineEntry] = []
     if waits := _wait_findings(facts):
         lines.append(_timeline_entry(_wait_start_ns(waits), waits[0].finding.step, "Last progress"))
@@ -652,4 +659,5 @@ def incident_timeline(facts: VerdictFacts) -> tuple[views.TimelineEntry, ...]:
 
 
 def _timeline_entry(time_unix_ns: int, step: int, text: str) -> views.TimelineEntry:
+    """Return a line of the verdict's timeline."""
     return views.TimelineEntry(time_unix_ns=time_unix_ns, step=step, text=_one_line(text))

@@ -62,7 +62,7 @@ class StepFacts:
 def gather_step(
     reader: Reader, run: views.RunSummary, step: int, *, with_text: bool = True
 ) -> StepFacts:
-    """Return the data of a step; without ``with_text``, omit the losses of the following steps.
+    """Query everything that explains a step; without ``with_text``, no following losses.
 
     Raises:
         UsageError: nothing is stored about the step.
@@ -99,7 +99,7 @@ def gather_step(
 
 
 def step_text(facts: StepFacts) -> str:
-    """Return the explanation of a step, its incident, stacks and traces."""
+    """Return the text that explains a step, with its incident, stacks and traces."""
     run, step = facts.run, facts.view.step
     alerts = user_alert_episodes(raised.finding for raised in facts.findings)
     parts = [explain_step(run, facts.view, facts.decisions, facts.after, alerts)]
@@ -123,7 +123,7 @@ def explain_step(
     after: views.SeriesReply | None = None,
     alerts: Sequence[UserAlertEpisode] = (),
 ) -> str:
-    """Return the paragraph: one part for each attempt that trained the step.
+    """Explain a step in a paragraph: one part for each attempt that trained it.
 
     ``ledger`` and ``alerts`` are all of the run; ``after`` are the losses of ``FOLLOWING`` steps.
     """
@@ -169,7 +169,7 @@ def explain_step(
 
 
 def without_waits(findings: Sequence[views.FindingView]) -> list[views.FindingView]:
-    """Leave out waits that a hang with the same text followed."""
+    """Leave out findings on waits that the explanation of a later hang repeats."""
     hangs = {(v.finding.step, v.finding.rank) for v in findings if v.finding.kind == "hang"}
     return [
         view
@@ -183,7 +183,7 @@ _NEAR = 100
 
 
 def profiles_near(events: Sequence[views.EventView], step: int) -> str:
-    """Return the paths of traces of about this step, one line each."""
+    """Return the paths of traces near the explained step, one line each."""
     near = [e for e in events if e.profile and abs(e.step - step) <= _NEAR]
     lines = [
         f"{capital(e.source.replace(':', ' '))}, until step {e.step}: {e.profile}" for e in near
@@ -192,13 +192,14 @@ def profiles_near(events: Sequence[views.EventView], step: int) -> str:
 
 
 def _attempt_label(ordinal: int, num: int) -> str:
+    """Return the name of an attempt in the explanation of a step, such as first."""
     ordinals = ("First", "Second", "Third")
     name = f"{ordinals[ordinal - 1]} attempt" if ordinal <= len(ordinals) else f"Attempt {ordinal}"
     return name if ordinal == num else f"{name} (discarded)"
 
 
 def _rank_loss_range(view: views.StepView, attempt: int) -> list[str]:
-    """Return the range of the ranks' losses, if rows of ranks are left."""
+    """Explain how the ranks' losses of a step differ, if rows of ranks are stored."""
     losses: dict[int, float] = {}
     for row in view.rows:
         if row.attempt != attempt or not row.source.startswith("rank:"):
@@ -222,7 +223,7 @@ def _rank_loss_range(view: views.StepView, attempt: int) -> list[str]:
 
 
 def _nearest(step: int, ledger: Sequence[views.DecisionView]) -> list[str]:
-    """Return the sentence on the decision closest to a step that has none."""
+    """Explain, for a step without a decision, which decision is closest to it."""
     nearest = min(
         (entry.decision for entry in ledger), key=lambda d: abs(d.step - step), default=None
     )
@@ -235,7 +236,7 @@ def _nearest(step: int, ledger: Sequence[views.DecisionView]) -> list[str]:
 
 
 def _later_losses_line(after: views.SeriesReply | None) -> list[str]:
-    """Return the later losses, on the attempt of the lineage."""
+    """Explain what followed a step: the later losses on the attempt of the lineage."""
     if after is None or not after.num_total:
         return []
     finite = [value for value in after.value if value is not None]
@@ -274,7 +275,7 @@ def with_kept_samples(view: views.StepView, *run_dirs: str | Path) -> views.Step
 
 
 def of_attempt(view: views.StepView, attempt: int) -> str:
-    """Return the text on a step in one attempt: values, limits, verdict, outcome."""
+    """Explain a step in one attempt: values, limits, verdict, outcome."""
     rows = [row for row in view.rows if row.attempt == attempt]
     head = next((row for row in rows if row.source == "rank:0"), rows[0])
     values = head.values
@@ -308,13 +309,13 @@ def of_attempt(view: views.StepView, attempt: int) -> str:
 
 
 def stepped_optimizer(row: views.StepRow) -> str:
-    """Return the name of the only optimizer that the step moved; "" if it moved all."""
+    """Return the only optimizer that the explained step moved; "" if it moved all."""
     names = [name.partition("/")[2] for name in row.values if name.startswith("skipped/")]
     return names[0] if names else ""
 
 
 def loss_of(view: views.StepView) -> str:
-    """Return the series of the step's loss."""
+    """Return the series of loss that a query about the step uses."""
     turn = next(filter(None, map(stepped_optimizer, view.rows)), "")
     return f"scalars.loss/{turn}" if turn else "steps.loss"
 
@@ -324,7 +325,7 @@ _MAX_RATES = 4
 
 
 def learning_rates(values: Mapping[str, float | int | None]) -> str:
-    """Return the learning rates of a step's row as text: of all parameter groups."""
+    """Return the learning rates in the explanation of a step: of all parameter groups."""
     groups = [name for name in values if name.partition(".")[0] == "learning_rate"]
     groups.sort(key=lambda name: int(name.partition(".")[2] or 0))
     rates = [rate for name in groups if (rate := values[name]) is not None]
@@ -337,7 +338,7 @@ def learning_rates(values: Mapping[str, float | int | None]) -> str:
 
 
 def _update_outcome(bits: int, *, is_skipped: bool) -> str:
-    """Return the outcome of the update: an applied update was not skipped, outlier or not."""
+    """Explain what became of a step's update: applied, clipped, skipped or withheld."""
     if is_skipped:
         return (
             "withheld"
@@ -354,7 +355,7 @@ def _update_outcome(bits: int, *, is_skipped: bool) -> str:
 
 
 def _rolled_up_notes(view: views.StepView) -> list[str]:
-    """Return a note on attempts whose rows of most ranks were rolled up, with the known totals."""
+    """Explain for which attempts of a step most ranks' rows were rolled up, with totals."""
     sentences = []
     for over in view.over_ranks:
         of_attempt = [row for row in view.rows if row.attempt == over.attempt]
@@ -370,7 +371,7 @@ def _rolled_up_notes(view: views.StepView) -> list[str]:
 
 
 def _culprit_details(rows: Sequence[views.StepRow], rank: int) -> str:
-    """Return the loss and batch of the rank with the bad value, as text."""
+    """Explain the bad value of a step by its rank's loss and batch."""
     row = next((row for row in rows if row.source == f"rank:{rank}"), None)
     if row is None:
         return ""
@@ -384,7 +385,7 @@ def _culprit_details(rows: Sequence[views.StepRow], rank: int) -> str:
 
 
 def samples_sentence(step_data: views.StepData, tells_attempt: bool) -> str:
-    """Return the samples that a rank trained on."""
+    """Explain in a sentence which batches and samples a rank trained on in a step."""
     batch = step_data.batch
     sentence = step_data.source.replace(":", " ") + (
         f" in attempt {step_data.attempt}" if tells_attempt else ""
@@ -397,6 +398,7 @@ def samples_sentence(step_data: views.StepData, tells_attempt: bool) -> str:
 
 
 def _format_value(row: views.StepRow, name: str) -> str:
+    """Return a value of the explained step as text; NaN and infinity by name."""
     for mark in row.nonfinite:
         if mark.startswith(f"{name}="):
             return mark.partition("=")[2].replace("nan", "NaN")
@@ -405,11 +407,12 @@ def _format_value(row: views.StepRow, name: str) -> str:
 
 
 def _limit_text(row: views.StepRow, name: str) -> str:
+    """Return the limit of a value in the explanation of a step."""
     return f" (limit {_format_value(row, name)})" if name in row.values else " (no limit yet)"
 
 
 def decision_sentence(view: views.DecisionView) -> str:
-    """Return the decision, its rule, the reason, and the remaining budget."""
+    """Explain a decision in sentences: action, rule, reason and remaining budget."""
     decision = view.decision
     text = records.action_text(decision)
     parts = [f"Action: {text} (rule: {decision.rule}): {decision.reason}."]
@@ -425,7 +428,7 @@ def decision_sentence(view: views.DecisionView) -> str:
 
 
 def _rolled_back(step: int, ledger: Sequence[views.DecisionView]) -> list[str]:
-    """Name the rollbacks about other steps that discarded this one."""
+    """Explain which rollbacks about other steps discarded the step."""
     return [
         f"This step was discarded: the rollback for step {entry.decision.step} went back to step "
         f"{entry.decision.rollback_to_step}."

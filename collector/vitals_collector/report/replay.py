@@ -105,11 +105,11 @@ class Replay:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """Decisions of the replay, in order."""
+        """Return the decisions of the replay of a stored run, in order."""
         return tuple(j.decision for j in self.judgements if j.decision is not None)
 
     def differences(self) -> list[str]:
-        """Return the differences from the record as text lines; none if it was reproduced."""
+        """Return how the replay differs from the record, as lines; none if it was reproduced."""
         replayed, theirs = self.decisions, self.recorded
         differences = [
             difference
@@ -129,7 +129,7 @@ class Replay:
         return differences
 
     def document(self) -> dict[str, Any]:
-        """Return findings and decisions as JSON values, each with its row.
+        """Return the replay as JSON values: findings and decisions, each with its row.
 
         Includes the numbers of missing rows.
         """
@@ -141,7 +141,7 @@ class Replay:
         return {**export_judged_steps(self.judged()), "missing": missing}
 
     def missing(self) -> list[str]:
-        """Return a text line for each kind of missing rows."""
+        """Return a line for each kind of stored rows that the replay lacks."""
         texts = []
         if self.num_lost_rows:
             lost = f"lost {humanize_count(self.num_lost_rows, 'row')} of rank 0"
@@ -155,13 +155,13 @@ class Replay:
         return texts
 
     def judged(self) -> list[JudgedStep]:
-        """Return each record with its findings and decision; its row is its index."""
+        """Return each replayed record with its findings and decision; its row is its index."""
         pairs = enumerate(zip(self.records, self.judgements, strict=True))
         return [JudgedStep(row, record, judgement) for row, (record, judgement) in pairs]
 
 
 def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> Replay:
-    """Judge a stored run again, with the same code and, unless given, the same settings.
+    """Replay a stored run: judge it again, with the same code and, unless given, settings.
 
     Raises:
         UsageError: no step of rank 0 is stored for the run.
@@ -219,7 +219,7 @@ class _SavedDetectors:
 
 
 def _recorded_config(started: RunStarted | None) -> JudgeConfig | None:
-    """Return the run's recorded settings; None if it recorded none: the defaults."""
+    """Return the settings with which a replayed run was judged; None: the defaults."""
     if started is None or not started.info.judge:
         return None
     return msgspec.convert(started.info.judge, JudgeConfig)
@@ -263,7 +263,7 @@ class _Replayer:
                 self._saved.append(saved)
 
     def start_incarnation(self, incarnation: int) -> None:
-        """Continue with the next start of rank 0: mode and lag may change, facts are kept."""
+        """Continue the replay at the next start of rank 0: mode and lag may change."""
         self._pending = list(self._pages[incarnation])
         started = next((e.event for e in self._pending if isinstance(e.event, RunStarted)), None)
         mode: Mode = cast(Mode, started.info.mode) if started else "guard"
@@ -280,7 +280,7 @@ class _Replayer:
         self._knows_limits = False
 
     def replay_step(self, record: StepRecord) -> None:
-        """Add one step, and judge those whose values are read back by then.
+        """Replay one stored step, and judge those whose values are read back by then.
 
         Values arrive ``lag`` steps late, but immediately during consecutive outliers.
         """
@@ -300,7 +300,7 @@ class _Replayer:
             self._judge_next(judge, now_step=record.step)
 
     def judge_remaining_steps(self) -> None:
-        """Judge the steps whose values were not yet read back."""
+        """Judge the steps of the replay whose values were not yet read back."""
         judge = self._judge
         assert judge is not None, "begin comes first"
         while self._waiting:
@@ -329,7 +329,7 @@ class _Replayer:
         self._knows_limits = True
 
     def _recorded_probe_result(self, attempt: int) -> Callable[[Ask], ProbeResult]:
-        """Return a function that gives a query the result that it had in the run."""
+        """Return a function that returns recorded probe results to the replayed judge."""
 
         def answer(ask: Ask) -> ProbeResult:
             read = self._readings.get((attempt, ask.step, ask.trigger))
@@ -346,14 +346,14 @@ class _Replayer:
         return answer
 
     def _compare_limits(self, judge: Judge, record: StepRecord) -> None:
-        """Compare the limits: they depend on all values in the detectors' windows."""
+        """Compare the replay's limits with the recorded ones: they depend on all earlier values."""
         replayed_limits = Limits() if self._is_expecting(record) else judge.limits(record.turn)
         theirs = Limits(record.loss_limit, record.grad_norm_limit)
         if self._knows_limits and record.attempt == judge.attempt and replayed_limits != theirs:
             self.other_limits.append(record.step)
 
     def _is_expecting(self, record: StepRecord) -> bool:
-        """Return whether a change was announced before this step and is not yet judged.
+        """Return whether the replayed run had announced a change that is not yet judged.
 
         Rank 0 has no limits after its announcement.
         """
@@ -365,7 +365,7 @@ class _Replayer:
         )
 
     def _start_attempt(self, judge: Judge, record: StepRecord) -> None:
-        """Start a new attempt, with the detectors of the checkpoint that it restored."""
+        """Start a new attempt of the replay, with the detectors of the restored checkpoint."""
         attempt = self._attempts.get(record.attempt)
         fork, parent = (attempt.fork_step, attempt.parent) if attempt else (record.step, None)
         states = [s for s in self._saved if s.step == fork and s.state is not None]
@@ -375,7 +375,7 @@ class _Replayer:
         self._knows_limits = False
 
     def _apply_events(self, judge: Judge, record: StepRecord) -> None:
-        """Apply the events that the run knew when it judged this record, in their order."""
+        """Apply the recorded events that the run knew when it judged the replayed step."""
         while self._pending and self._is_known(self._pending[0], record):
             event = self._pending.pop(0).event
             if isinstance(event, ChangeExpected):
@@ -389,7 +389,7 @@ class _Replayer:
                 )
 
     def _is_known(self, entry: _LoggedEvent, record: StepRecord) -> bool:
-        """Return whether the run knew the event when it judged the record."""
+        """Return whether the replayed run knew the event when it judged the record."""
         if entry.attempt != record.attempt:
             return entry.attempt < record.attempt  # ids of attempts grow with time
         if isinstance(entry.event, ChangeExpected):
@@ -400,7 +400,7 @@ class _Replayer:
 
 
 def _proposal(decision: Decision) -> Proposal:
-    """Return the operator's command that a recorded decision carried out."""
+    """Return the operator's command that a recorded decision carried out, for the replay."""
     is_rollback = decision.action == "rollback"
     if decision.action == "accept_level":
         step = decision.evidence.get("accepted_step", float(decision.step))
@@ -416,6 +416,7 @@ def _proposal(decision: Decision) -> Proposal:
 
 
 def _difference_text(number: int, replayed: Decision, theirs: Decision) -> str:
+    """Describe how a replayed decision differs from the recorded one; "" if equal."""
     parts = [
         f"{name} {getattr(replayed, name)!r} instead of {getattr(theirs, name)!r}"
         for name in COMPARED
@@ -434,7 +435,7 @@ def _is_same_value(a: object, b: object) -> bool:
 
 
 def _incarnations(connection: Connection, run_id: str) -> list[str]:
-    """Return the starts of rank 0, oldest first."""
+    """Return the starts of rank 0 in the stored run that is replayed, oldest first."""
     query = (
         select(sources.c.incarnation)
         .where(sources.c.run_id == run_id, sources.c.source == "rank:0")
@@ -444,6 +445,7 @@ def _incarnations(connection: Connection, run_id: str) -> list[str]:
 
 
 def _count_lost_rows(connection: Connection, run_id: str, incarnation: str) -> int:
+    """Count the rows of rank 0 that the replay of a stored run lacks."""
     query = select(num_lost_rows()).where(
         streams.c.run_id == run_id,
         streams.c.incarnation == incarnation,
@@ -453,7 +455,7 @@ def _count_lost_rows(connection: Connection, run_id: str, incarnation: str) -> i
 
 
 def _read_incarnation(connection: Connection, run_id: str, incarnation: str) -> list[_LoggedEvent]:
-    """Return the events of one start of rank 0 that the replay needs."""
+    """Read the stored events of one start of rank 0 that the replay needs."""
     query = (
         select(events.c.step, events.c.attempt, events.c.body)
         .where(
@@ -468,6 +470,7 @@ def _read_incarnation(connection: Connection, run_id: str, incarnation: str) -> 
 
 
 def _iter_step_records(moment: ReadSnapshot, run_id: str, incarnation: str) -> Iterator[StepRecord]:
+    """Yield the stored steps of one start of rank 0 as records to replay."""
     turns = _load_optimizer_steps(moment, run_id, incarnation)
     for row in _iter_stream_rows(moment, (run_id, incarnation, "steps"), _READ):
         yield step_record(moment.numbers, run_id, row, turns)
@@ -476,7 +479,7 @@ def _iter_step_records(moment: ReadSnapshot, run_id: str, incarnation: str) -> I
 def _iter_stream_rows(
     moment: ReadSnapshot, key: StreamKey, names: Sequence[str]
 ) -> Iterator[dict[str, Value]]:
-    """Yield some columns of a writer's rows in the order they were written."""
+    """Yield a writer's stored rows in the order they were written, for the replay."""
     run_id, incarnation, stream = key
     query = select(streams.c.last_seq).where(
         streams.c.run_id == run_id,
@@ -511,7 +514,7 @@ _Turns = Mapping[tuple[int, int], _OptimizerValues]
 
 
 def _load_optimizer_steps(moment: ReadSnapshot, run_id: str, incarnation: str) -> _Turns:
-    """Return the steps made by one of several optimizers, with its values.
+    """Load the steps made by one of several optimizers, which the replay judges as such.
 
     The run's main columns belong to the first optimizer: the steps that fill them identify it. The
     others are judged alike, in any order.
@@ -546,7 +549,7 @@ def _load_optimizer_steps(moment: ReadSnapshot, run_id: str, incarnation: str) -
 def step_record(
     numbers: NumberStoreReader, run_id: str, row: dict[str, Value], turns: _Turns | None = None
 ) -> StepRecord:
-    """Return the step as detectors got it: the reduced row, merged with the rows of the ranks."""
+    """Rebuild, for the replay, a step as the run's detectors got it, from stored rows."""
     step, attempt = _int_or_default(row, "step", 0), _int_or_default(row, "attempt", 0)
     bits, culprit = _int_or_default(row, "verdict", 0), _int_or_default(row, "culprit_rank", -1)
     is_bad = bool(bits & (BAD_LOSS | BAD_GRADIENTS))
@@ -605,6 +608,7 @@ def step_record(
 def _read_rank_values(
     numbers: NumberStoreReader, run_id: str, step: int, attempt: int
 ) -> _RankValues:
+    """Read the ranks' stored losses of a step, which the replay merges into its record."""
     span = RowSpan(run_id, "steps", from_step=step, to_step=exclusive_end(step))
     rows = numbers.scan(span, ["rank", "attempt", "rank_loss"])
     losses: dict[int, float | None] = {}
@@ -620,10 +624,12 @@ def _read_rank_values(
 
 
 def _float_or_none(row: dict[str, Value], name: str) -> float | None:
+    """Return a number of the replayed row; None if it is missing."""
     value = row.get(name)
     return float(value) if isinstance(value, int | float) else None
 
 
 def _int_or_default(row: dict[str, Value], name: str, default: int) -> int:
+    """Return a whole number of the replayed row, otherwise the default."""
     value = row.get(name)
     return int(value) if isinstance(value, int) else default

@@ -52,15 +52,15 @@ class Principal(NamedTuple):
 
     @property
     def is_limited(self) -> bool:
-        """Whether it is for one project or run only."""
+        """Return whether the token in the database is only for one project or run."""
         return bool(self.project or self.run_id)
 
     def with_writer_key(self, key: bytes) -> "Principal":
-        """Return the same principal as the sender of batches with this key."""
+        """Return the token's identity as the sender of batches with this key."""
         return self._replace(writer_key_hash=hashlib.sha256(key).hexdigest())
 
     def may_write(self, run_id: str, owner: str, project: str) -> bool:
-        """Return whether it may write to an existing run of this owner and project."""
+        """Return whether the token may write to a run that is in the database."""
         if self.writes_all:
             return True
         if self.run_id:
@@ -68,7 +68,7 @@ class Principal(NamedTuple):
         return project == self.project if self.project else owner == self.owner
 
     def reach(self, connection: Connection, scope: TokenScope) -> frozenset[str] | None:
-        """Return the runs for which the scope may be used; None: for all."""
+        """Query the runs for which the token may be used with the scope; None: all."""
         if self.run_id:
             return frozenset((self.run_id,))
         if self.project:
@@ -99,7 +99,7 @@ class KnownTokens:
         self.reload()
 
     def reload(self) -> None:
-        """Reload the tokens; raise StorageError if the database refused."""
+        """Reload the tokens from the SQL database."""
         known = {}
         with self._store.read_transaction() as connection:
             for row in connection.execute(select(tokens)):
@@ -109,7 +109,7 @@ class KnownTokens:
         self._by_hash = known
 
     def find(self, secret: str) -> Principal:
-        """Return the identity of a secret; without scopes if the secret is unknown.
+        """Return the identity of a token in the database by its secret; unknown: no scopes.
 
         Raises:
             UnauthorizedError: the token has expired or was revoked.
@@ -141,15 +141,16 @@ class KnownTokens:
         )
 
     def start(self) -> None:
-        """Start to follow changes."""
+        """Start the thread that follows changes of tokens in the SQL database."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop to follow changes of the tokens."""
+        """Stop following changes of tokens in the SQL database."""
         self._stop.set()
         self._thread.join()
 
     def _reload_periodically(self) -> None:
+        """Reload the tokens from the SQL database every few seconds, in a thread."""
         while not self._stop.wait(LOOK_SECONDS):
             try:
                 self.reload()
@@ -172,7 +173,7 @@ def create(
     by: str,
     now_unix_ns: int,
 ) -> tuple[str, str]:
-    """Add a token; return its id, and the secret, which is stored nowhere.
+    """Store a new token; return its id, and the secret, which is stored only as a hash.
 
     Raises:
         UsageError: no or a wrong owner, scope or limit.
@@ -216,7 +217,7 @@ def rotate(
     by: str,
     now_unix_ns: int,
 ) -> tuple[Row[tuple[object, ...]], str]:
-    """Give a token a new secret; return its row and the secret. It keeps its writers.
+    """Store a new secret for a token; return its row and the secret. It keeps its writers.
 
     The previous secret stays valid for ``overlap_seconds``. ``expires_unix_ns``: None keeps the
     time of expiry.
@@ -247,7 +248,7 @@ def rotate(
 
 
 def revoke(connection: Connection, token_id: str, *, by: str, now_unix_ns: int) -> None:
-    """Revoke a token; its writers stay its own. Revoking it again has no effect.
+    """Mark a token in the database as revoked; its writers stay its own.
 
     Raises:
         UsageError: there is no such token.
@@ -261,19 +262,20 @@ def revoke(connection: Connection, token_id: str, *, by: str, now_unix_ns: int) 
 
 
 def list_tokens(connection: Connection) -> Iterable[Row[tuple[object, ...]]]:
-    """Return all tokens, the oldest first; secrets only as their hash."""
+    """Query all tokens in the database, the oldest first; secrets only as their hash."""
     order = (tokens.c.created_unix_ns, tokens.c.token_id)
     return connection.execute(select(tokens).order_by(*order)).all()
 
 
 def state_of(row: Row[tuple[object, ...]], now_unix_ns: int) -> str:
-    """Return whether a token is active, expired or revoked."""
+    """Return whether a row of the table of tokens is active, expired or revoked."""
     if row.revoked_unix_ns:
         return "revoked"
     return "expired" if 0 < row.expires_unix_ns <= now_unix_ns else "active"
 
 
 def _token_row(connection: Connection, token_id: str) -> Row[tuple[object, ...]]:
+    """Query the row of a token, or raise an error if the database has none."""
     row = connection.execute(select(tokens).where(tokens.c.token_id == token_id)).first()
     if row is None:
         raise UsageError(
@@ -285,12 +287,14 @@ def _token_row(connection: Connection, token_id: str) -> Row[tuple[object, ...]]
 
 
 def _parse_scopes(scopes: str) -> frozenset[TokenScope]:
+    """Convert the scopes in a token's row to a set; control includes read."""
     scope_names = scopes.split()
     named = {scope for scope in get_args(TokenScope) if scope in scope_names}
     return frozenset(named | {"read"} if "control" in named else named)
 
 
 def _new_secret() -> str:
+    """Create the random secret of a new token; the database gets only its hash."""
     return PREFIX + secrets.token_urlsafe(32)
 
 

@@ -46,7 +46,7 @@ class Chart:
 
     @property
     def num_points(self) -> int:
-        """Number of points and marks sent to the browser."""
+        """Return the number of the chart's points and marks that the browser gets."""
         return sum(len(curve.x) for curve in self.curves) + len(self.marks)
 
 
@@ -164,7 +164,7 @@ def groups_chart(
     log: bool = False,
     height: int = 380,
 ) -> Chart:
-    """Return the mean of each group of runs, with a band from its lowest to its highest run."""
+    """Return a chart of each group of runs: the mean, and a band from lowest to highest run."""
     scale = _scale_of([line for _, lines in groups for line in lines])
     return Chart(
         title=chart_text(title),
@@ -188,7 +188,7 @@ def difference_chart(
     *,
     height: int = 240,
 ) -> Chart:
-    """Return each other run's difference to the first, where both have steps.
+    """Return a chart of each other run's difference to the first, where both have steps.
 
     ``lines`` starts with the first run.
     """

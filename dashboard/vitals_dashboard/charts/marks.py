@@ -64,7 +64,7 @@ class ChartMark:
 
 
 def mark_text(view: DecisionView) -> str:
-    """Return a description of a decision: action, step, and reason."""
+    """Describe a decision for its mark on the curves: action, step, and reason."""
     decision = view.decision
     look = ACTIONS[decision.action]
     done = look.word if decision.acted else f"{look.word}  (observed, not done)"
@@ -106,13 +106,13 @@ class _LrCut(NamedTuple):
 
 
 def _lr_cut(decision: Decision) -> _LrCut:
-    """Return the cut of the learning rate that a decision made."""
+    """Return the cut of the learning rate that a decision made, for its mark on the curves."""
     back_to = decision.rollback_to_step
     return _LrCut(back_to if back_to >= 0 else decision.step, decision.lr_factor)
 
 
 def alert_marks(alerts: Iterable[AlertView], scale: StepScale = STEPS) -> list[ChartMark]:
-    """Return a mark for each alert that fired at a step."""
+    """Return a mark on the curves for each alert that fired at a step."""
 
     def say(alert: AlertView) -> str:
         return f"{alert.name} ({alert.state}) at step {alert.step:,}: {alert.summary}"
@@ -124,7 +124,7 @@ def alert_marks(alerts: Iterable[AlertView], scale: StepScale = STEPS) -> list[C
 def checkpoint_marks(
     checkpoints: Iterable[CheckpointView], scale: StepScale = STEPS
 ) -> list[ChartMark]:
-    """Return a mark for each checkpoint and snapshot, with its state."""
+    """Return a mark on the curves for each checkpoint and snapshot, with its state."""
 
     def say(checkpoint: CheckpointView) -> str:
         return (
@@ -139,7 +139,7 @@ def checkpoint_marks(
 
 
 def note_marks(annotations: Iterable[AnnotationView], scale: StepScale = STEPS) -> list[ChartMark]:
-    """Return a mark for each note of a user or of the training itself."""
+    """Return a mark on the curves for each note of a user or of the training itself."""
 
     def say(note: AnnotationView) -> str:
         return f"step {note.step:,}, {note.by or 'the training'}: {note.text}"
@@ -169,7 +169,7 @@ def nonfinite_marks(
     scale: StepScale = STEPS,
     attempts: Mapping[int, int] = MappingProxyType({}),
 ) -> list[ChartMark]:
-    """Return a mark for every non-finite step of the series.
+    """Return a mark on the curves for every non-finite step of the series.
 
     ``attempts`` has the numbers of attempts by id; a mark names its own if it is known.
     """
@@ -197,7 +197,7 @@ def nonfinite_marks(
 
 
 def merge_marks(marks: Sequence[ChartMark], width: float) -> list[ChartMark]:
-    """Return the marks, sorted, with indistinguishable ones of one kind merged.
+    """Return a chart's marks, sorted, with indistinguishable ones of one kind merged.
 
     Merged groups change only where marks are added, until ``width`` has doubled: marks in the
     browser stay valid. ``width`` is the visible width along x.
@@ -210,6 +210,7 @@ def merge_marks(marks: Sequence[ChartMark], width: float) -> list[ChartMark]:
 
 
 def _merge_chart_marks(group: Sequence[ChartMark]) -> ChartMark:
+    """Merge marks at nearly the same place of a chart into one that lists or counts them."""
     first = group[0]
     if len(group) == 1:
         return first

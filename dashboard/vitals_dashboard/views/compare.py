@@ -115,7 +115,7 @@ def _draw_runs(
     metric: str,
     options: CompareControls,
 ) -> None:
-    """Draw the curves of the runs, and the differences to the first one."""
+    """Draw the curves on the compare page, and the differences to the first run."""
     replies: list[DifferenceReply] = []
     if len(lines) > 1 and lines[0].name == names[0]:
         by_name = dict(zip(names, details, strict=True))
@@ -128,6 +128,7 @@ def _draw_runs(
 
 
 def _requested_runs() -> list[str]:
+    """Return the ids of runs in the compare page's URL."""
     return [i for part in st.query_params.get_all("runs") for i in part.split(",") if i]
 
 
@@ -156,7 +157,7 @@ def _draw_run_multiselect(runs: Sequence[RunSummary]) -> list[str]:
 
 
 def _draw_metric_choice(details: Sequence[RunDetail]) -> str | None:
-    """Draw the choice of a metric that some run has; the address leads."""
+    """Draw the compare page's choice of a metric that some run has; the URL leads."""
     metrics = sorted({m for detail in details for m in detail.metrics if compare.has_steps(m)})
     if not metrics:
         return None
@@ -180,7 +181,7 @@ def _query_run_lines(
     metric: str,
     options: CompareControls,
 ) -> list[ChartLine]:
-    """Return the curves of the runs that have the metric, each on its own steps, tokens or time."""
+    """Query the compare page's curves, each on the steps, tokens or time of its run."""
     request = SeriesRequest(metric=metric, points=POINTS)
     if options.group:
         request = structs.replace(request, mean=True, smoothing=options.smoothing)
@@ -202,7 +203,7 @@ def _query_run_lines(
 def _group_run_lines(
     by: str, details: Mapping[str, RunDetail], lines: Sequence[ChartLine]
 ) -> list[tuple[str, list[ChartLine]]]:
-    """Return the curves of the runs with an equal value, by its name and number of runs.
+    """Group the compare page's curves by an equal value, with its name and number of runs.
 
     ``details`` and ``lines`` have the same names of runs.
     """
@@ -224,6 +225,7 @@ def _scale_to_tokens(
     names: Sequence[str],
     lines: Sequence[ChartLine],
 ) -> list[ChartLine]:
+    """Place the compare page's curves along tokens; list runs that did not count them."""
     by_name = dict(zip(names, details, strict=True))
     request = SeriesRequest(metric="steps.tokens_seen", points=POINTS // 2)
     counted = {
@@ -248,7 +250,7 @@ def _query_smoothed_lines(
     metric: str,
     options: CompareControls,
 ) -> list[ChartLine]:
-    """Return the means over every value of the curves, if smoothing is on."""
+    """Query the compare page's smoothed curves, if the user has turned smoothing on."""
     if not options.smoothing:
         return []
     request = SeriesRequest(metric=metric, points=POINTS, smoothing=options.smoothing)
@@ -260,7 +262,7 @@ def _query_smoothed_lines(
 
 
 def _say_missing(names: Sequence[str], what: str) -> None:
-    """Draw the names of compared runs that have no curve, and the reason."""
+    """Show on the compare page which runs have no curve, and why."""
     if names:
         st.text(f"Left out ({what}): {', '.join(names)}")
 
@@ -272,6 +274,7 @@ def _draw_curves(
     metric: str,
     options: CompareControls,
 ) -> None:
+    """Draw the charts of the compare page: curves with means, then differences."""
     if not lines:
         return
     drawn = [charts.runs_chart(metric, [*lines, *means], log=options.log)]
@@ -282,6 +285,7 @@ def _draw_curves(
 
 
 def _draw_table(title: str, rows: list[tables.Row], key: str) -> None:
+    """Draw a table with its title on the compare page."""
     st.markdown(f"## {title}")
     st.dataframe(
         rows, key=key, hide_index=True, placeholder="", height=min(38 + 35 * len(rows), 520)

@@ -38,7 +38,7 @@ class ChartControls:
     discarded: bool
 
     def extent(self, last_step: int) -> tuple[int | None, int | None]:
-        """Return the selected first and last step; None is the run's own."""
+        """Return the steps that the user chose on the run page, first and last; None: all."""
         if self.window:
             return max(0, last_step - self.window), None
         first, last = self.first, self.last
@@ -48,7 +48,7 @@ class ChartControls:
 
 
 def draw_chart_controls() -> ChartControls:
-    """Draw the controls and return their values."""
+    """Draw the controls of the run page and return their values."""
     with st.popover("View", icon=":material/tune:", key="run_view"):  # the curves need the space
         window = str(layout.draw_choice("Steps", tuple(WINDOWS), "window"))
         first, last = _draw_step_range() if window == RANGE else (None, None)
@@ -76,7 +76,7 @@ def draw_chart_controls() -> ChartControls:
 
 
 def _draw_step_range() -> tuple[int | None, int | None]:
-    """Draw the range of steps. The address leads: a chart or a link may have changed it."""
+    """Draw the range of steps on the run page; the URL leads, as a chart may have changed it."""
     ends = []
     for name in ENDS:
         key = f"range_{name}"
@@ -97,11 +97,13 @@ def _draw_step_range() -> tuple[int | None, int | None]:
 
 
 def _step_in_address(name: str) -> int | None:
+    """Return the first or last step in the run page's URL; None if it has none."""
     text = st.query_params.get(name, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS else None
 
 
 def _copy_range_to_url() -> None:
+    """Copy the range of steps that a user entered on the run page to its URL."""
     for name in ENDS:
         value = st.session_state.get(f"range_{name}")
         if value is None:
@@ -111,7 +113,7 @@ def _copy_range_to_url() -> None:
 
 
 def zoom_to(first: int, last: int) -> None:
-    """Select a range of steps, also in the URL; for callbacks."""
+    """Select a range of steps on the run page and in its URL; for callbacks."""
     st.session_state["window"] = RANGE
     for name, step in zip(ENDS, (first, last), strict=True):
         st.query_params[name] = str(max(0, step))
@@ -119,7 +121,7 @@ def zoom_to(first: int, last: int) -> None:
 
 
 def apply_zoom(scale: StepScale, ends: tuple[float, float] | None) -> None:
-    """Apply a range that was selected on a chart, or reset."""
+    """Apply to the run page a range that a user selected on a chart, or its reset."""
     if ends is not None:
         zoom_to(scale.step_at(ends[0]), scale.step_at(ends[1]))
     elif st.session_state.get("window") == RANGE:
@@ -130,12 +132,12 @@ def apply_zoom(scale: StepScale, ends: tuple[float, float] | None) -> None:
 
 
 def has_zoomed() -> bool:
-    """Return whether a chart has just chosen a range: then the controls must follow it."""
+    """Return whether a chart of the run page has just chosen a range, which controls follow."""
     return bool(st.session_state.pop(_ZOOMED, False))
 
 
 def around(decisions: Sequence[DecisionView]) -> None:
-    """Draw the way to the steps around a decision."""
+    """Draw on the run page the choice that zooms to the steps around a decision."""
     newest = sorted(decisions, key=lambda view: view.decision.ledger_seq, reverse=True)
     shown = {
         view.decision.ledger_seq: view for view in newest if view.decision.action != "continue"

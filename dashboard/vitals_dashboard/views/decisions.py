@@ -60,6 +60,7 @@ def _draw_body(source: DataSource, run: RunSummary) -> None:
 
 
 def _filter_decisions(ledger: Sequence[DecisionView]) -> list[DecisionView]:
+    """Draw the filters of the decisions page, and return the matching decisions."""
     causes = sorted({formatting.plain(view.decision.cause, 60) for view in ledger} - {""})
     with st.container(horizontal=True, vertical_alignment="bottom", key="ledger_controls"):
         action = st.selectbox(
@@ -98,6 +99,7 @@ def _draw_evidence(
     *,
     head: str = "Evidence",
 ) -> None:
+    """Draw the selected decision on its page: evidence, fields, responses and commands."""
     decision = view.decision
     look = ACTIONS.get(decision.action)
     with st.container(border=True, key="prose_evidence", gap="small"):
@@ -126,7 +128,7 @@ def _draw_evidence(
 
 
 def _draw_decision_commands(source: DataSource, run: RunSummary, view: DecisionView) -> None:
-    """Draw the commands about a decision: apply, dismiss, or contradict it."""
+    """Draw on the decisions page the forms to apply, dismiss or contradict a decision."""
     key = f"{view.decision.ledger_seq}"
     action = commands.proposed_command(view)
     with st.container(horizontal=True, vertical_alignment="center", key="decision_acts"):
@@ -157,6 +159,7 @@ def _draw_decision_commands(source: DataSource, run: RunSummary, view: DecisionV
 
 
 def _decision_fields(view: DecisionView) -> list[str]:
+    """Return the fields of the selected decision as its page lists them."""
     decision = view.decision
     pairs = (
         ("rule", formatting.plain(rule_words(decision.rule), 80)),
@@ -178,6 +181,7 @@ def _decision_fields(view: DecisionView) -> list[str]:
 
 
 def _draw_commands(source: DataSource, run: RunSummary) -> None:
+    """Draw the table of manual commands at the end of the decisions page."""
     sent: tuple[CommandView, ...] = source.client.ask(CommandsQuestion(run_id=run.run_id))
     st.markdown(f"## Manual commands ({len(sent):,})")
     layout.draw_table(tables.command_rows(sent), "Manual commands: none.", key="commands")

@@ -39,6 +39,7 @@ def _draw_body(source: DataSource, run: RunSummary) -> None:
 
 
 def _missing_metric_reason(detail: RunDetail, choice: MetricChoice) -> str:
+    """Return the sentence that the layers page shows if a metric was not measured."""
     if not any(metric.startswith("layers.") for metric in detail.metrics):
         return "No layer metrics in this run yet. Layer norms are measured every 10th step."
     if choice.metric == "layers.grad_norm":
@@ -50,7 +51,7 @@ def _missing_metric_reason(detail: RunDetail, choice: MetricChoice) -> str:
 
 
 def movers(source: DataSource, run: RunSummary, step: int | None) -> None:
-    """Draw the largest changes of layers and ranks up to ``step``, or the last finding."""
+    """Draw on the layers page the largest changes up to ``step``, or to the last step."""
     at = run.last_step if step is None else step
     if at < 0:
         return

@@ -29,7 +29,7 @@ MIN_SPAN_NS = 60_000_000_000
 def build_machine_charts(
     view: ChartContext, loss: Sequence[ChartLine] = ()
 ) -> tuple[list[charts.Chart], str]:
-    """Return the charts of the strip, and a description of missing data.
+    """Build the run page's charts of GPUs or hosts, and the note on missing data.
 
     ``loss`` has the curves with the times of the visible steps.
     """
@@ -73,7 +73,7 @@ def build_machine_charts(
 
 
 def times_of(view: ChartContext, loss: Sequence[ChartLine]) -> Span | None:
-    """Return when the visible steps were trained, in all attempts; None if there are none."""
+    """Return when the steps visible on the run page were trained; None if there are none."""
     ends = view.choose_curve("steps.loss", "", points=NUM_ENDS).request
     (reply,) = series_of(view.source, view.detail, [ends])
     replies = [line.reply for line in loss if line.role == "discarded"]
@@ -87,6 +87,7 @@ def times_of(view: ChartContext, loss: Sequence[ChartLine]) -> Span | None:
 
 
 def _machine_notes(view: ChartContext, gpus: list[str], nodes: list[str]) -> list[str]:
+    """Return the run page's notes on GPUs and hosts that do not report or are not drawn."""
     if not gpus and not nodes:
         return ["No GPU or host reports for this run."]
     notes = [] if gpus else ["No GPU reports for this run; the host is shown."]

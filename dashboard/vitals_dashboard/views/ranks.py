@@ -62,13 +62,14 @@ def _draw_body(source: DataSource, run: RunSummary) -> None:
 
 
 def _missing_metric_reason(choice: MetricChoice) -> str:
+    """Return the sentence that the ranks page shows if a metric was not measured."""
     if choice.metric.startswith(("gpu.", "node.")):
         return "No agent has reported this for the run; without an agent only ranks report."
     return "No rank measured this in these steps."
 
 
 def row_names(rows: Sequence[str], detail: RunDetail) -> list[str]:
-    """Return what rows are called: ``rank 3, node-b``."""
+    """Return the names of a heat map's rows on the ranks page, such as ``rank 3, node-b``."""
     nodes = stragglers.nodes_of(detail)
     return [
         ", ".join(part for part in (row.replace(":", " ", 1), nodes.get(row, "")) if part)
@@ -85,6 +86,7 @@ def _draw_stragglers(
     steps: tuple[int | None, int | None],
     waits: str,
 ) -> None:
+    """Draw the ranks page's box about stragglers in the latest of the selected steps."""
     last = run.last_step if steps[1] is None else steps[1]
     span = (max(steps[0] or 0, last - LAST_STEPS + 1), last)
     metrics = ["steps.step_duration_seconds", *([waits] if waits else [])]
@@ -112,7 +114,7 @@ def _draw_stragglers(
 def _waited_for(
     source: DataSource, run: RunSummary, steps: tuple[int | None, int | None], metric: str
 ) -> None:
-    """Show the blocking rank in the drawn steps."""
+    """Draw the ranks page's sentence about the blocking rank in the drawn steps."""
     reply = heatmap_page.query_cells(
         source, run, metric, steps, points=LAST_STEPS, branch="lineage"
     )
@@ -124,6 +126,7 @@ def _waited_for(
 
 
 def _draw_findings(source: DataSource, run: RunSummary) -> None:
+    """Draw the table of findings about ranks and nodes on the ranks page."""
     findings = [
         view
         for view in source.client.ask(FindingsQuestion(run_id=run.run_id))
@@ -136,6 +139,7 @@ def _draw_findings(source: DataSource, run: RunSummary) -> None:
 
 
 def _draw_sources(source: DataSource, detail: RunDetail) -> None:
+    """Draw the table of reporting processes on the ranks page."""
     st.markdown(f"## Reporting processes ({len(detail.sources):,})")
     layout.draw_table(
         tables.source_rows(detail.sources, now_unix_ns=source.clock.time_ns()),

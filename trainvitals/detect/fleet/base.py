@@ -52,7 +52,7 @@ LONGEST_SECONDS = 1e9
 
 
 def number(value: Value) -> float | None:
-    """Return a stored value as a finite float; None for anything else."""
+    """Return a value of a merged step or node sample as a finite float; None for anything else."""
     if value is None:
         return None
     if value.__class__ is float and value - value == 0.0:
@@ -65,7 +65,7 @@ def number(value: Value) -> float | None:
 
 
 def finite(values: Sequence[Value] | None) -> tuple[Sequence[float], Sequence[int]]:
-    """Return the finite values of all ranks in a column, and their ranks.
+    """Return the ranks' finite values in a column of a merged step, and the ranks.
 
     Nearly always all of them are finite, and one sum in C shows it.
     """
@@ -81,14 +81,14 @@ def finite(values: Sequence[Value] | None) -> tuple[Sequence[float], Sequence[in
 
 
 def step_seconds(merged: MergedStep) -> float:
-    """Return the duration of the step on the slowest rank; 0.0 if unknown."""
+    """Return the duration of a merged step on its slowest rank; 0.0 if unknown."""
     durations, _ = finite(merged.ranks.get("step_duration_seconds"))
     longest = max(durations, default=0.0)
     return float(longest) if 0.0 < longest < LONGEST_SECONDS else 0.0
 
 
 def upper_median(values: Sequence[float]) -> float:
-    """Return the median, the upper one of two. There must be values."""
+    """Return the median over ranks, layers or steps, the upper one of two."""
     return sorted(values)[len(values) >> 1]
 
 
@@ -112,7 +112,7 @@ class ConditionEpisode(StatefulRow):
         self.on = False
 
     def begins(self, present: bool) -> bool:
-        """Add whether the condition holds; return whether this starts an episode."""
+        """Add whether the condition of a fleet detector holds; return whether an episode starts."""
         if present:
             self._absent = 0
             was_on, self.on = self.on, True
@@ -147,16 +147,17 @@ class Watcher(Reporter):
         return False
 
     def update(self, merged: MergedStep) -> tuple[Finding, ...]:
-        """Add one step; steps come in order, a newer attempt may go back."""
+        """Add one merged step; steps come in order, a newer attempt may go back."""
         if self._has_seen and (merged.attempt != self._attempt or merged.step <= self._step):
             self._restarted(merged)
         self._attempt, self._step, self._has_seen = merged.attempt, merged.step, True
         return self._judge(merged)
 
     def _restarted(self, merged: MergedStep) -> None:
-        """Discard state that the first step of another attempt or process makes void."""
+        """Discard state that the first merged step of another attempt or process makes void."""
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Return the findings of the fleet detector on one merged step."""
         raise NotImplementedError
 
 
@@ -179,5 +180,5 @@ class NodeWatcher(Reporter):
     FLAGS_ARE_NUMBERS = True
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
-        """Add one sample; the samples of a node come in order."""
+        """Return the findings on one sample of a node's GPUs; samples come in order."""
         raise NotImplementedError

@@ -47,7 +47,7 @@ class LayerTrend(StatefulRow):
         """The center that growth is counted from."""
 
     def push(self, common: float, deviation: float, rate: float) -> None:
-        """Move by ``common``, shared by all layers, and by this layer's ``deviation``, bounded."""
+        """Move the layer's trend by ``common``, shared by all layers, and by ``deviation``."""
         self.count += 1
         weight = 1.0 / self.count
         if weight < rate:
@@ -60,7 +60,7 @@ class LayerTrend(StatefulRow):
         self.spread = spread + weight * (abs(deviation) - spread)
 
     def restart_at(self, value: float) -> None:
-        """Start at a value, without earlier samples."""
+        """Start the layer's trend at a value, without earlier samples."""
         self.count, self.center, self.spread, self.streak = 1, value, 0.0, 0
 
 
@@ -119,6 +119,7 @@ class LayerOutlierWatcher(LastingWatcher):
         raise NotImplementedError
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge a merged step's layers: find the one that leaves its own trend."""
         if not merged.layers:
             return ()
         numbers = self._layer_values(merged.layers)
@@ -208,11 +209,12 @@ class LayerGradientWatcher(LayerOutlierWatcher):
 
     @property
     def goes_on(self) -> bool:
-        """Whether a reported condition still holds."""
+        """Return whether a reported layer's gradients still explode, or are still 0."""
         least = -self._config.persistence
         return self._episode.on or any(c.streak <= least for c in self._courses.values())
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the gradients of a merged step's layers: exploded, or 0 for long."""
         zeros = [
             (layer, course)
             for layer, columns in merged.layers.items()
@@ -233,7 +235,7 @@ class LayerGradientWatcher(LayerOutlierWatcher):
         return findings + zero
 
     def _stays_zero(self, course: LayerTrend, value: float | None, step: int) -> bool:
-        """Add a layer's norm; return whether it is now reported. Streaks of zeros are negative."""
+        """Add a layer's gradient norm; return whether its streak of zeros is now reported."""
         if value is None or course.level == _HAS_RETURNED:
             return False
         if value != 0.0:
@@ -248,6 +250,7 @@ class LayerGradientWatcher(LayerOutlierWatcher):
         return course.streak == -self._config.persistence
 
     def _layer_values(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        """Return the gradient norm of every layer with a positive, finite one."""
         return {
             layer: value
             for layer, columns in layers.items()
@@ -267,9 +270,11 @@ class UpdateRatioWatcher(LayerOutlierWatcher):
     label = "the ratio of update norm to weight norm"
 
     def _layer_values(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        """Return the ratio of update to weights of every layer with a finite one."""
         return {layer: ratio for layer, ratio in _update_ratios(layers) if ratio < INFINITY}
 
     def _min_value(self, total: float) -> float:
+        """Return 0 as a layer's smallest value: a ratio is not a share of a total."""
         return 0.0  # a ratio is not a share of a total
 
 
@@ -307,7 +312,7 @@ class DeadFeatureTrend(StatefulRow):
 
     @property
     def is_gated(self) -> bool:
-        """Whether the module's dead features come and go."""
+        """Return whether a layer's dead features come and go, as those of an expert."""
         return self.returns >= _GATED
 
 
@@ -367,6 +372,7 @@ class ActivationWatcher(Watcher):
         self._collapse = ConditionEpisode(self._config.clear_after)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the activations of a merged step's layers: growth, collapse, dead features."""
         if not merged.layers:
             return ()
         is_judged, grown, fallen, dead = False, [], [], []
@@ -398,6 +404,7 @@ class ActivationWatcher(Watcher):
     def _growth_findings(
         self, step: int, grown: list[tuple[float, str, str, float]]
     ) -> tuple[Finding, ...]:
+        """Report the layer whose activations grew most over their own baseline."""
         if not self._episode.begins(bool(grown)):
             return ()
         growth, label, layer, value = max(grown)
@@ -416,6 +423,7 @@ class ActivationWatcher(Watcher):
         fallen: list[tuple[float, str, float]],
         dead: list[tuple[float, str, float]],
     ) -> tuple[Finding, ...]:
+        """Report the layer whose activations collapsed, or whose features are dead."""
         if not self._collapse.begins(bool(fallen or dead)):
             return ()
         num_more = len({layer for _, layer, _ in (*fallen, *dead)}) - 1
@@ -438,7 +446,7 @@ class ActivationWatcher(Watcher):
         return self._report(step, reason, kind=COLLAPSE, value=value, limit=limit)
 
     def _get_or_create_trend(self, key: str, value: float) -> LayerTrend | None:
-        """Return the trend; None if it only starts, or if there are too many."""
+        """Return the trend of a layer's activations; None if it only starts, or at the maximum."""
         course = self._courses.get(key)
         if course is None and len(self._courses) < len(self._columns) * MOST_LAYERS:
             self._courses[key] = begun = LayerTrend()
@@ -446,7 +454,7 @@ class ActivationWatcher(Watcher):
         return course
 
     def _add_dead_share(self, layer: str, share: float) -> float | None:
-        """Add a share of dead features; return the earlier share if it is reported, otherwise -1.
+        """Add a layer's share of dead features; return the earlier share if reported, or -1.
 
         None while the earlier share is unknown.
         """
@@ -477,7 +485,7 @@ class ActivationWatcher(Watcher):
     def _add_layer_value(
         self, key: str, value: float, limit: float, *, falls: bool
     ) -> float | None:
-        """Add a value; return its growth if it is reported, 0 if not, None if unknown."""
+        """Add a layer's activation; return its growth if reported, 0 if not, None if unknown."""
         course = self._get_or_create_trend(key, value)
         if course is None:
             return None

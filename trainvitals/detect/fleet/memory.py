@@ -64,7 +64,7 @@ class _MemoryFloors(StatefulRow):
         self.kept: list[list[float]] = []
 
     def add(self, values: Sequence[float]) -> list[float] | None:
-        """Add one row; return the block's floors if this ends the block."""
+        """Add a row of the ranks' memory; return the block's minima if this ends the block."""
         if len(values) != len(self.present):
             self.present, self.num, self.kept = list(values), 0, []
         elif self.num:
@@ -117,6 +117,7 @@ class MemoryCreepWatcher(LastingWatcher):
         self._creeps = [False] * _LEVELS
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the ranks' allocated memory in a merged step: find a steady rise."""
         allocated, ranks = finite(merged.ranks.get("memory_allocated_bytes"))
         if not allocated or len(ranks) != ranks[-1] + 1 or max(map(abs, allocated)) > _MOST_BYTES:
             return ()
@@ -176,7 +177,7 @@ class MemoryCreepWatcher(LastingWatcher):
 
 
 def _theil_sen(values: Sequence[float]) -> float:
-    """Return the median slope between all pairs of values (Theil-Sen)."""
+    """Return the slope of a rank's memory: the median over all pairs of values (Theil-Sen)."""
     num = len(values)
     return upper_median(
         [(values[j] - values[i]) / (j - i) for i in range(num) for j in range(i + 1, num)]

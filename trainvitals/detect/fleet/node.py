@@ -87,10 +87,11 @@ class GpuThrottleWatcher(NodeWatcher):
         self._gpus: dict[tuple[str, str], _Clocks] = {}
 
     def _new_gpu_state(self) -> _Clocks:
+        """Return the empty state of a GPU's clocks, before its first sample."""
         return _Clocks(self._config.clear_after)
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
-        """Add one sample; the samples of a node come in order."""
+        """Judge the clocks of the GPUs in a node's sample; samples come in order."""
         findings: list[Finding] = []
         for uuid, columns in sample.gpus.items():
             mask = columns.get("throttle_reasons")
@@ -156,7 +157,7 @@ def _throttle_cause(mask: int) -> str:
 
 
 def _format_clock_numbers(columns: Mapping[str, Value]) -> str:
-    """Return the known numbers about slow clocks."""
+    """Return the known numbers about a GPU's slow clocks as text."""
     parts = []
     for column, unit in (
         ("temperature_celsius", "celsius"),
@@ -205,10 +206,11 @@ class GpuErrorWatcher(NodeWatcher):
         self._gpus: dict[tuple[str, str], _Errors] = {}
 
     def _new_gpu_state(self) -> _Errors:
+        """Return the empty state of a GPU's errors, before its first sample."""
         return _Errors(self._config.clear_after)
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
-        """Add one sample; the samples of a node come in order."""
+        """Judge memory errors and Xids of the GPUs in a node's sample; samples come in order."""
         findings: list[Finding] = []
         for uuid, columns in sample.gpus.items():
             gpu_errors = _get_gpu_state(self._gpus, (sample.node, uuid), self._new_gpu_state)
@@ -228,6 +230,7 @@ class GpuErrorWatcher(NodeWatcher):
     def _uncorrected_findings(
         self, sample: NodeSample, uuid: str, gpu_errors: _Errors, count: int
     ) -> tuple[Finding, ...]:
+        """Report the new uncorrected memory errors of a GPU, once per episode."""
         new = count - gpu_errors.uncorrected if gpu_errors.uncorrected >= 0 else 0
         gpu_errors.uncorrected = count
         if not gpu_errors.ecc.begins(new > 0):
@@ -239,7 +242,7 @@ class GpuErrorWatcher(NodeWatcher):
     def _corrected_findings(
         self, sample: NodeSample, uuid: str, gpu_errors: _Errors, count: int
     ) -> tuple[Finding, ...]:
-        """Count within time windows, each from zero."""
+        """Count a GPU's corrected memory errors in time windows, and report many of them."""
         config, now = self._config, sample.time_unix_ns
         is_old = not 0 <= now - gpu_errors.since_ns <= config.corrected_seconds * 1e9
         if gpu_errors.corrected < 0 or count < gpu_errors.corrected or is_old:
@@ -257,7 +260,7 @@ class GpuErrorWatcher(NodeWatcher):
     def _xid_findings(
         self, sample: NodeSample, uuid: str, gpu_errors: _Errors, code: int
     ) -> tuple[Finding, ...]:
-        """Report a code when it appears: the driver keeps showing the last one."""
+        """Report a GPU's Xid when it appears: the driver keeps showing the last one."""
         before, gpu_errors.xid = gpu_errors.xid, code
         if before < 0 or code in (0, before):
             return ()
@@ -296,7 +299,7 @@ class GpuLostWatcher(NodeWatcher):
         self._missing: dict[str, dict[str, int]] = {}
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
-        """Add one sample; the samples of a node come in order."""
+        """Judge which GPUs of a node's sample no longer respond; samples come in order."""
         missing = self._missing.setdefault(sample.node, {})
         answering = {
             uuid

@@ -83,14 +83,15 @@ class LearningRateWatcher(Watcher):
 
     @property
     def goes_on(self) -> bool:
-        """Whether a reported condition still holds."""
+        """Return whether the learning rate that was reported is still zero or non-finite."""
         return self._zero.on or self._nonfinite.on
 
     def _restarted(self, merged: MergedStep) -> None:
-        """Compare the next learning rate with the previous attempt's."""
+        """Compare the rate of the next merged step with the previous attempt's."""
         self._is_resumed, self._last, self._zeros = True, None, 0
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the learning rate of a merged step."""
         raw = merged.run.get("learning_rate")
         if raw is None:
             return ()
@@ -104,7 +105,7 @@ class LearningRateWatcher(Watcher):
         return self._check_rate(merged, rate)
 
     def _check_rate(self, merged: MergedStep, rate: float) -> tuple[Finding, ...]:
-        """Return findings about a learning rate: jump, stuck at 0, not restored."""
+        """Return findings about a merged step's learning rate: jump, stuck at 0, not restored."""
         findings = self._forgotten(merged.step, rate) if self._is_resumed else ()
         last = self._last
         is_declared = bool(int(number(merged.run.get("verdict")) or 0) & RATE_DECLARED)
@@ -130,14 +131,14 @@ class LearningRateWatcher(Watcher):
     # -------------------------------------------------------------------------------- the course
 
     def _is_jump(self, rate: float) -> bool:
-        """Return whether the rate is far above the previous one, and above all earlier ones."""
+        """Return whether a merged step's rate is far above the last one, and all earlier ones."""
         config, last, peak = self._config, self._last, self._peak
         if last is None or not self._is_warm:
             return False
         return rate > max(config.max_rise * last, 1.02 * peak)
 
     def _track_peak(self, rate: float) -> None:
-        """Keep the schedule's peak rate, and whether its warm-up is over."""
+        """Track the highest rate of the merged steps, and whether the warm-up is over."""
         if rate > self._peak:
             self._peak, self._rows_since_peak = rate, 0
             return
@@ -146,7 +147,7 @@ class LearningRateWatcher(Watcher):
         self._is_warm = self._is_warm or (self._peak > 0.0 and is_over)
 
     def _stuck(self, merged: MergedStep, rate: float) -> tuple[Finding, ...]:
-        """Return the finding about a learning rate that stays at 0 in all groups."""
+        """Return the finding about a merged step whose rate stays at 0 in all groups."""
         is_zero = rate == 0.0 and not any(
             name.startswith("learning_rate.") and (number(value) or 0.0) > 0.0
             for name, value in merged.run.items()
@@ -169,7 +170,7 @@ class LearningRateWatcher(Watcher):
     # -------------------------------------------------------------------------------- resuming
 
     def _forgotten(self, step: int, rate: float) -> tuple[Finding, ...]:
-        """Return the finding about a learning-rate schedule that was not restored.
+        """Return the fleet detector's finding about a schedule that was not restored.
 
         The previous rates are then discarded. After the last seen step a schedule may fall, but may
         not rise or return to its first rate.
@@ -194,7 +195,7 @@ class LearningRateWatcher(Watcher):
         return self._report(step, reason, cause="lr_forgotten", value=rate, limit=high)
 
     def _expected(self, step: int) -> tuple[float, float] | None:
-        """Return the range of the earlier attempt's rate at a step; None if unknown."""
+        """Return the range of the rate in the earlier attempt's merged steps; None if unknown."""
         steps, rates = self._steps, self._rates
         if len(steps) < 2 or step < steps[0]:
             return None
@@ -210,7 +211,7 @@ class LearningRateWatcher(Watcher):
         return (low, high) if math.isfinite(high) else None
 
     def _remember(self, step: int, rate: float) -> None:
-        """Record a step's learning rate; keep fewer of old and of constant rates."""
+        """Record a merged step's learning rate; keep fewer of old and of constant rates."""
         steps, rates = self._steps, self._rates
         if len(rates) > 1 and rates[-1] == rate == rates[-2]:
             steps[-1] = step
@@ -222,7 +223,7 @@ class LearningRateWatcher(Watcher):
 
 
 def _requested(applied: float | None, factor: float | None) -> float | None:
-    """Return the schedule's learning rate: the applied one over the policy's factor."""
+    """Return the scheduled rate of a merged step: the applied one over the policy's factor."""
     if applied is None or factor is None or not 0.0 < factor < 1.0:
         return applied
     requested_rate = applied / factor
@@ -289,16 +290,17 @@ class LossScaleWatcher(Watcher):
 
     @property
     def goes_on(self) -> bool:
-        """Whether a reported condition still holds."""
+        """Return whether a reported collapse or overflow of the loss scale still lasts."""
         return self._low.on or self._collapse.on or self._rate.on
 
     def _restarted(self, merged: MergedStep) -> None:
-        """Discard the state of the search: a new process starts with the scaler's first scale."""
+        """Discard the earlier merged steps' scales: a new process starts with the first scale."""
         self._scale = self._count = None
         self._bits = self._rows = self._in_row = self._calm = 0
         self._is_settled = False
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the loss scale of a merged step."""
         scale = number(merged.run.get("loss_scale"))
         if scale is None:
             return ()
@@ -315,7 +317,7 @@ class LossScaleWatcher(Watcher):
         return self._loss_scale_findings(merged.step, scale)
 
     def _has_overflowed(self, merged: MergedStep, scale: float) -> bool:
-        """Return whether the gradients overflowed in this step."""
+        """Return whether the gradients of a merged step overflowed."""
         verdict = merged.run.get("verdict")
         if isinstance(verdict, int):
             return bool(verdict & OVERFLOW)
@@ -326,6 +328,7 @@ class LossScaleWatcher(Watcher):
         return self._scale is not None and scale < 0.6 * self._scale
 
     def _loss_scale_findings(self, step: int, scale: float) -> tuple[Finding, ...]:
+        """Report a loss scale that is too low, or that collapses over merged steps."""
         config, in_row, cause = self._config, self._in_row, "loss_scale_collapse"
         findings: tuple[Finding, ...] = ()
         if self._low.begins(scale < config.min_scale):
@@ -348,7 +351,7 @@ class LossScaleWatcher(Watcher):
         return findings + self._overflow_rate_findings(step)
 
     def _overflow_rate_findings(self, step: int) -> tuple[Finding, ...]:
-        """Judge the share of the last 100 steps, or of all steps if there are fewer."""
+        """Judge the share of overflows in the last 100 merged steps, or in all if fewer."""
         num = self._bits.bit_count()
         ratio, limit = num / _WINDOW, self._config.overflow_ratio
         if self._rows < _WINDOW and not (self._is_settled and ratio > limit):

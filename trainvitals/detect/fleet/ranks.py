@@ -95,7 +95,7 @@ class DataBoundWatcher(LastingWatcher):
         self._stalled.clear()
 
     def _stall(self, step: int, wait: float, duration: float) -> tuple[Finding, ...]:
-        """Add a step's wait for data; return the finding if the loader stalled."""
+        """Add the ranks' wait for data in a step; return the finding if the loader stalled."""
         config, usual = self._config, self._usual
         typical = upper_median(usual) if len(usual) >= _LEAST_USUAL else INFINITY
         if wait <= max(config.stall_seconds, config.stall_ratio * typical):
@@ -119,11 +119,13 @@ class DataBoundWatcher(LastingWatcher):
         )
 
     def _clear_wait_block(self) -> None:
+        """Empty the block in which the ranks' waits for data are summed."""
         self._waits.clear()
         self._durations.clear()
         self._of_rank.clear()
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the ranks' waits for data in a merged step."""
         waits, ranks = finite(merged.ranks.get("data_wait_seconds"))
         duration = step_seconds(merged)
         if not waits or duration <= 0.0:
@@ -141,7 +143,7 @@ class DataBoundWatcher(LastingWatcher):
     def _add_data_waits(
         self, waits: Sequence[float], ranks: Sequence[int], duration: float
     ) -> None:
-        """Add a step; a wait cannot be longer than the step it is part of."""
+        """Add the ranks' waits for data; none can be longer than its merged step."""
         self._waits.append(min(max(0.0, max(waits)), duration))
         self._durations.append(duration)
         missing = ranks[-1] + 1 - len(self._of_rank)
@@ -154,6 +156,7 @@ class DataBoundWatcher(LastingWatcher):
             self._of_rank[rank] += min(max(0.0, wait), duration)
 
     def _data_bound_findings(self, step: int) -> tuple[Finding, ...]:
+        """Report ranks that wait for data for too large a share of a block of steps."""
         config = self._config
         scale = max(self._durations)  # keeps sums of arbitrary floats finite
         pairs = sorted(zip(self._waits, self._durations, strict=True))
@@ -230,7 +233,7 @@ class RankLossWatcher(Watcher):
 
     @property
     def goes_on(self) -> bool:
-        """Whether a reported condition still holds."""
+        """Return whether a rank that was reported still has a loss unlike the others'."""
         return bool(self._told)
 
     def _restarted(self, merged: MergedStep) -> None:
@@ -239,6 +242,7 @@ class RankLossWatcher(Watcher):
         self._told.clear()
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the ranks' losses in a merged step."""
         losses, ranks = finite(merged.ranks.get("rank_loss"))
         if len(losses) < _LEAST_RANKS:
             return ()
@@ -336,6 +340,7 @@ class ReductionWatcher(Watcher):
         self._episode = ConditionEpisode(self._config.clear_after)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the ranks' reduction errors in a merged step: wrong gradient sums."""
         errors, ranks = finite(merged.ranks.get("reduction_error"))
         if not errors:
             return ()

@@ -62,21 +62,21 @@ class SlowStepFilter(Stateful):
 
     @property
     def typical_seconds(self) -> float | None:
-        """The usual duration of a step; None until some are known."""
+        """Return the usual duration of a run's steps; None until some are known."""
         return self._usual.median() if len(self._usual) >= 4 else None
 
     @property
     def longest_seconds(self) -> float:
-        """The second longest step: a single long step (a hang that ended) is not typical."""
+        """Return the second longest step: a single long one, such as a stall, is not typical."""
         return self._longest[1]
 
     @property
     def longest_once_seconds(self) -> float:
-        """The longest step: the run survived it, so an equally long evaluation may recur."""
+        """Return the longest step: the run survived it, so it is not necessarily a stall."""
         return self._longest[0]
 
     def push(self, step: int, seconds: float) -> Kind:
-        """Add one step's duration, finite and above zero, and return its kind."""
+        """Add the duration of a merged step, finite and above zero, and return its kind."""
         if seconds > self._longest[1]:
             self._longest = (max(seconds, self._longest[0]), min(seconds, self._longest[0]))
         usual = self.typical_seconds
@@ -91,7 +91,7 @@ class SlowStepFilter(Stateful):
         return "periodic" if self._is_periodic(step) else "slow"
 
     def _is_periodic(self, step: int) -> bool:
-        """Return whether slow steps come at a regular distance; record this one."""
+        """Return whether slow steps of the run come at a regular distance; record this one."""
         slow = set(self._slow)
         cycle = 0
         for earlier in reversed(self._slow):
@@ -107,7 +107,7 @@ class SlowStepFilter(Stateful):
         return cycle > 0
 
     def roll_back(self, step: int) -> None:
-        """Discard the slow steps that are made again."""
+        """Discard the slow steps that the next attempt trains again."""
         self._slow = [slow for slow in self._slow if slow < step]
         self._streak.clear()
 
@@ -180,12 +180,13 @@ class ThroughputWatcher(LastingWatcher):
         self._block_start = -1
 
     def _restarted(self, merged: MergedStep) -> None:
-        """Discard the unfinished block of steps: another attempt starts."""
+        """Discard the unfinished block of merged steps: another attempt starts."""
         self.pace.roll_back(merged.step)
         self._settling = self._config.warmup_rows
         self._block.clear()
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the speed of a merged step: report a sustained fall of throughput."""
         seconds = step_seconds(merged)
         kind = self.pace.push(merged.step, seconds) if seconds > 0.0 else "ordinary"
         num_ranks = len(merged.ranks.get("step_duration_seconds", ()))
@@ -209,7 +210,7 @@ class ThroughputWatcher(LastingWatcher):
         return self._check_block_cost(merged.step, cost)
 
     def _reset_reference(self, *, per_token: bool, world_size: int) -> None:
-        """Discard the reference: the measure, or the number of ranks, has changed."""
+        """Discard the reference speed: its unit, or the number of ranks, has changed."""
         self._per_token, self._world_size = per_token, world_size
         self._block.clear()
         self._blocks.clear()
@@ -311,7 +312,7 @@ def stalled(
     longest_once_seconds: float = 0.0,
     config: StallConfig = _STALL,
 ) -> Finding | None:
-    """Return a finding if the step after ``last_step`` takes too long.
+    """Return a finding if the run stalls: the step after ``last_step`` takes too long.
 
     Both times must come from the same clock. A clock that jumped back is not a stall.
     """
@@ -339,7 +340,7 @@ def stalled(
 
 
 def usual_interval(checkpoint_steps: Sequence[int]) -> int | None:
-    """Return the median distance of checkpoints, in steps; None for fewer than two."""
+    """Return the usual distance of checkpoints in steps, to find overdue ones; None if unknown."""
     steps = sorted(set(checkpoint_steps))
     gaps = [after - before for before, after in pairwise(steps)]
     return int(upper_median(gaps)) if gaps else None
@@ -352,7 +353,7 @@ def checkpoint_overdue(
     interval: int | None,
     config: CheckpointConfig = _CHECKPOINT,
 ) -> Finding | None:
-    """Return a finding if a checkpoint is missing at a step; None if the interval is unknown."""
+    """Return a fleet detector's finding if a checkpoint is overdue; None if it has no interval."""
     if interval is None or interval < 1:
         return None
     age, limit = step - newest_checkpoint_step, config.ratio * interval

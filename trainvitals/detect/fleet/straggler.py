@@ -125,7 +125,7 @@ class StragglerWatcher(Watcher):
 
     @property
     def goes_on(self) -> bool:
-        """Whether a reported condition still holds."""
+        """Return whether a straggler that was reported is still late."""
         return bool(self._told)
 
     def _restarted(self, merged: MergedStep) -> None:
@@ -136,6 +136,7 @@ class StragglerWatcher(Watcher):
         self._told.clear()
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge a merged step: find the rank that the others wait for."""
         duration = step_seconds(merged)
         if duration <= 0.0:
             return ()
@@ -292,26 +293,26 @@ class _RankLateness(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Share of the time that the others wait for it."""
+        """Return the share of the time that the other ranks wait for a straggler."""
         return max(self.recent, self.mean_share)
 
     @property
     def mean_share(self) -> float:
-        """Plain mean over the window: a robust mean would ignore periodic late steps."""
+        """Return a straggler's plain mean: a robust one would ignore periodic late steps."""
         return math.fsum(self.shares) / len(self.shares)
 
     @property
     def late(self) -> list[list[float]]:
-        """The figures of the steps in which it was late."""
+        """Return the figures of the steps in which the rank was a straggler."""
         return [figures for figures in self.figures if figures is not None]
 
     @property
     def num_late(self) -> int:
-        """Steps in which it was late."""
+        """Return the number of steps in which the rank was a straggler."""
         return len(self.late)
 
     def onset(self, steps: int) -> int:
-        """Return its start in the window: from there on it is late in most steps."""
+        """Return the straggler's start in the window: from there on it is late in most steps."""
         if self.num_late < steps:
             return next(i for i, figures in enumerate(self.figures) if figures is not None)
         best, start, balance = 0.0, len(self.figures) - 1, 0.0
@@ -322,7 +323,7 @@ class _RankLateness(NamedTuple):
         return start
 
     def period(self, hits: int) -> int:
-        """Return the distance at which only this rank is late; 0 if there is none.
+        """Return the distance at which only this straggler is late; 0 if there is none.
 
         One step in six may be off: noise hides a late step, or adds one.
         """
@@ -380,7 +381,7 @@ def _find_late_ranks(columns: Mapping[str, Sequence[Value]], least: float) -> li
 def _late_ranks_by_exchange(
     columns: Mapping[str, Sequence[Value]], exchange: Mapping[int, float], least: float
 ) -> list[list[float]]:
-    """Return figures of late ranks, from the exchange and the waits for data only.
+    """Return the stragglers' figures, from the exchange and the waits for data only.
 
     With gradients summed during backward, the wait for data is then the only visible sign.
     """
@@ -401,7 +402,7 @@ def _late_ranks_by_exchange(
 def _measure_wait_deficits(
     waits: Mapping[int, float], exchange: Mapping[int, float]
 ) -> Iterator[tuple[int, float, float]]:
-    """Yield each rank, and how much less it waits for gradients and the exchange."""
+    """Yield each rank of a merged step, and how much less it waits than the others."""
     middle = upper_median(list(waits.values())) if len(waits) > 1 else 0.0
     of_exchange = upper_median(list(exchange.values())) if len(exchange) > 1 else 0.0
     for rank, waited in waits.items():
@@ -411,7 +412,7 @@ def _measure_wait_deficits(
 
 
 def _find_lateness_cause(late: Sequence[Sequence[float]]) -> _StepPart:
-    """Return the part with the largest excess, if it explains half of the lateness.
+    """Return the part of the step that makes a straggler late, if it explains half of it.
 
     If a thread waits for a core, its other parts are longer by exactly that wait.
     """
@@ -427,12 +428,12 @@ def _find_lateness_cause(late: Sequence[Sequence[float]]) -> _StepPart:
 
 
 def _find_cause_index(part: _StepPart) -> int:
-    """Return a part's position among the causes; -1 if it is not among them."""
+    """Return a step part's position among a straggler's causes; -1 if it is not among them."""
     return _CAUSES.index(part) if part in _CAUSES else -1
 
 
 def _median_part_seconds(part: _StepPart, late: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Return the late rank's and the usual seconds of a part."""
+    """Return the straggler's and the other ranks' usual seconds in a part of the step."""
     if part not in _CAUSES:
         return 0.0, 0.0
     i = 2 + 2 * _CAUSES.index(part)
@@ -444,7 +445,7 @@ def _median_part_seconds(part: _StepPart, late: Sequence[Sequence[float]]) -> tu
 
 
 def _finite_seconds_by_rank(columns: Mapping[str, Sequence[Value]], name: str) -> dict[int, float]:
-    """Return a column's finite values of at least two ranks; nothing for fewer."""
+    """Return a column's finite seconds by rank, to find stragglers; nothing for one rank."""
     values, ranks = finite(columns.get(name))
     if len(values) < 2:
         return {}
@@ -454,7 +455,7 @@ def _finite_seconds_by_rank(columns: Mapping[str, Sequence[Value]], name: str) -
 
 
 def _robust_mean(values: Sequence[float]) -> tuple[float, float]:
-    """Return the trimmed mean and its standard error (Yuen)."""
+    """Return the trimmed mean of a straggler's lateness, and its standard error (Yuen)."""
     ordered, num = sorted(values), len(values)
     cut = int(num * _TRIMMED)
     middle_values = ordered[cut : num - cut]
@@ -466,4 +467,5 @@ def _robust_mean(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _lower_median(values: Sequence[float]) -> float:
+    """Return the median of the ranks' seconds, the lower one of two."""
     return sorted(values)[len(values) - 1 >> 1]

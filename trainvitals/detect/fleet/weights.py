@@ -49,10 +49,11 @@ class WeightNormWatcher(LastingWatcher):
         self._logarithms: deque[float] = deque(maxlen=_MAX_SAMPLES + 2 * self._config.span)
 
     def _restarted(self, merged: MergedStep) -> None:
-        """Discard the samples: another attempt starts with other weights."""
+        """Discard the merged steps' weight norms: another attempt starts with other weights."""
         self._logarithms.clear()
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the weight norm of a merged step: report a change faster than usual."""
         norm = number(merged.run.get("weight_norm"))
         if norm is None or norm <= 0.0:
             return ()

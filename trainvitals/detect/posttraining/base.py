@@ -71,7 +71,7 @@ class Milestones(Stateful):
         self._num = 0
 
     def add(self, step: int, *values: float | None) -> None:
-        """Add the values after a step."""
+        """Record the values of a post-training detector after a step, for later rollbacks."""
         if self._num % self._every == 0:
             self._values.append([step, *values])
             if len(self._values) > _MAX_MILESTONES:
@@ -87,7 +87,7 @@ class Milestones(Stateful):
         return self._values[-1][1:] if self._values else None
 
     def clear(self) -> None:
-        """Forget all."""
+        """Discard all recorded values of a post-training detector."""
         self._values.clear()
         self._every, self._num = 1, 0
 
@@ -134,7 +134,7 @@ class RewardCourse(ValueCourse):
         """Highest level so far."""
 
     def add(self, value: float | None, step: int) -> bool:
-        """Add the value of a step, if any; return whether the level is the highest so far."""
+        """Add the reward of a step; return whether its level is the highest so far."""
         if value is None:
             return False
         self._values.append(value)
@@ -151,7 +151,7 @@ class RewardCourse(ValueCourse):
         return is_best
 
     def go_back(self, step: int) -> None:
-        """Discard what was learned at a step or after it: the run continues from before it."""
+        """Discard the rewards at a step or after it: the run continues from before it."""
         values = self._milestones.go_back(step)
         if values is None:
             self.rebaseline()
@@ -166,7 +166,7 @@ class RewardCourse(ValueCourse):
             self._values.pop()
 
     def rebaseline(self) -> None:
-        """Start again: a change of the data or the reward was announced."""
+        """Start again with the reward: a change of the data or the reward was announced."""
         self._recent.clear()
         self._early.clear()
         self._values.clear()
@@ -175,24 +175,24 @@ class RewardCourse(ValueCourse):
 
     @property
     def level(self) -> float | None:
-        """Median of the recent values; None while there are too few."""
+        """Return the median of the recent rewards; None while there are too few."""
         recent = self._recent
         return upper_median(recent) if len(recent) == self._config.window else None
 
     @property
     def first(self) -> float:
-        """Level of the first values."""
+        """Return the level of the run's first rewards; 0 before there is one."""
         return upper_median(self._early) if self._early else 0.0
 
     @property
     def _fast_sigma(self) -> float:
-        """Standard deviation of a value, from the changes; the largest ones are left out."""
+        """Return the reward's standard deviation, from its changes; the largest are left out."""
         changes = sorted(abs(b - a) for a, b in pairwise(self._values))
         del changes[len(changes) - int(_OUTLIERS * len(changes)) :]
         return _TO_SIGMA * sum(changes) / len(changes) if changes else 0.0
 
     def _sigma(self, fast: float) -> float:
-        """Return a larger deviation if neighbors are correlated: that of a level, made comparable.
+        """Return a larger deviation of the reward if neighboring values are correlated.
 
         Args:
             fast: the deviation without slow noise.
@@ -207,7 +207,7 @@ class RewardCourse(ValueCourse):
 
     @property
     def outcome(self) -> Outcome:
-        """Course so far: ``flat`` if the reward neither rises nor falls by more than its noise.
+        """Return the reward's course: ``flat`` if it moves by no more than its noise.
 
         A loss is certain at once. That the reward does not rise needs many values: the trend of
         fewer may be that of a slow success.
@@ -234,7 +234,7 @@ class RewardCourse(ValueCourse):
         return "flat" if is_slow and not trend.is_cut_off else "unknown"
 
     def describe(self) -> str:
-        """Return the course as text."""
+        """Describe the course of the reward for a finding: now, at first or at its best."""
         level, best = self.level or 0.0, self.best or 0.0
         if self.outcome == "flat":
             return f"the reward is {level:.3g}, and its first values were {self.first:.3g}"
@@ -257,7 +257,7 @@ class Trend(Stateful):
         self.highest = -math.inf
 
     def add(self, value: float) -> None:
-        """Add the next value."""
+        """Add the next reward to its linear trend."""
         # Welford's update of the covariance with the index.
         change = value - self._mean
         self._mean += change / (self.num + 1)
@@ -267,17 +267,17 @@ class Trend(Stateful):
         self.lowest, self.highest = min(self.lowest, value), max(self.highest, value)
 
     def values(self) -> tuple[float, ...]:
-        """Return the state as numbers."""
+        """Return the state of the reward's trend as numbers."""
         return self.num, self._mean, self._product, self._square, self.lowest, self.highest
 
     def restore(self, values: Sequence[float]) -> None:
-        """Continue as the trend that returned ``values``."""
+        """Continue as the trend of the reward that returned ``values``."""
         num, self._mean, self._product, self._square, self.lowest, self.highest = values
         self.num = int(num)
 
     @property
     def t(self) -> float:
-        """Student's t of the slope; 0 if unknown."""
+        """Return Student's t of the reward's slope; 0 if unknown."""
         num = self.num
         squares = self._index_square * self._square
         if num < _FIRST or not 0.0 < squares < math.inf:
@@ -287,7 +287,7 @@ class Trend(Stateful):
 
     @property
     def upper_slope(self) -> float:
-        """Largest change per value that the noise allows; infinite if unknown."""
+        """Return the largest gain of reward per value that the noise allows."""
         num, index_square = self.num, self._index_square
         if num < _FIRST or not self._square < math.inf:
             return math.inf
@@ -297,7 +297,7 @@ class Trend(Stateful):
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the highest value seems to be the highest possible one.
+        """Return whether the highest reward seems to be the highest possible one.
 
         The values are equal and above 0, or their distribution has no upper tail. A failed reward
         is usually 0 or negative.
@@ -310,7 +310,7 @@ class Trend(Stateful):
 
     @property
     def _index_square(self) -> float:
-        """Sum of the squares of the centered indices."""
+        """Return the sum of the squares of the centered indices, for the reward's trend."""
         return (self.num**3 - self.num) / 12
 
 
@@ -327,7 +327,7 @@ class ShareCourse(ValueCourse):
         """Lowest mean over five values: of more, a fast rise would hide the first ones."""
 
     def add(self, value: float | None, step: int) -> None:
-        """Add the value of a step, between 0 and 1, if there is one."""
+        """Add a logged share, such as that of cut completions, between 0 and 1."""
         if value is None:
             return
         self._recent.append(min(max(value, 0.0), 1.0))
@@ -338,20 +338,20 @@ class ShareCourse(ValueCourse):
         self._milestones.add(step, self.lowest, self.num)
 
     def go_back(self, step: int) -> None:
-        """Discard what was learned at a step or after it."""
+        """Discard the shares of completions or groups that were logged at a step or after it."""
         lowest, num = self._milestones.go_back(step) or (1.0, 0)
         self._recent.clear()
         self.lowest, self.num = lowest or 0.0, int(num or 0)
 
     def rebaseline(self) -> None:
-        """Start again: a change of the data was announced."""
+        """Start again with shares of completions: a change of the data was announced."""
         self._recent.clear()
         self._milestones.clear()
         self.lowest, self.num = 1.0, 0
 
     @property
     def mean(self) -> float | None:
-        """Mean over the recent values; None while there are too few."""
+        """Return the mean of the recent shares of completions or groups; None if too few."""
         recent = self._recent
         return sum(recent) / len(recent) if len(recent) == recent.maxlen else None
 
@@ -366,7 +366,7 @@ class ShortLevel(ValueCourse):
         self.highest: float | None = None
 
     def add(self, value: float, step: int) -> float | None:
-        """Add the value of a step; return the level, or None while there are too few values."""
+        """Add the policy's entropy or ratio at a step; return the level, None if too early."""
         self._recent.append(value)
         if len(self._recent) < _SHORT:
             return None
@@ -376,12 +376,12 @@ class ShortLevel(ValueCourse):
         return level
 
     def go_back(self, step: int) -> None:
-        """Discard what was learned at a step or after it."""
+        """Discard the policy's entropy or ratio logged at a step or after it."""
         (self.highest,) = self._milestones.go_back(step) or (None,)
         self._recent.clear()
 
     def rebaseline(self) -> None:
-        """Keep the highest level: a change of the data gives a policy no new entropy."""
+        """Keep the highest level: new data do not give a policy more entropy."""
         self._recent.clear()
 
 
@@ -400,16 +400,18 @@ class PostTrainingWatcher(LastingWatcher):
 
     @staticmethod
     def is_for(spec: TaskSpec) -> bool:
-        """Return whether it judges this kind of run; by default one that samples completions."""
+        """Return whether the detector judges this kind of post-training, such as GRPO."""
         return spec.samples
 
     def set_kind(self, spec: TaskSpec) -> None:
-        """Note the kind of the run, before its first step."""
+        """Note the kind of post-training run, such as DPO, before its first step."""
 
     def _courses(self) -> Sequence[ValueCourse]:
+        """Return the parts of the post-training detector that keep recent scalars."""
         return ()
 
     def _restarted(self, merged: MergedStep) -> None:
+        """Drop the scalars that another attempt or process of the post-training makes void."""
         is_back = merged.step <= self._step
         for course in self._courses():
             if is_back:
@@ -418,7 +420,7 @@ class PostTrainingWatcher(LastingWatcher):
                 course.restart()
 
     def rebaseline(self) -> None:
-        """Judge only what follows: a change of the data or the reward was announced."""
+        """Judge only later scalars: a change of the data or the reward was announced."""
         for course in self._courses():
             course.rebaseline()
 
@@ -438,5 +440,5 @@ class PostTrainingWatcher(LastingWatcher):
 
 
 def quantity(merged: MergedStep, name: str) -> float | None:
-    """Return a finite quantity of the logged step; None if it is missing."""
+    """Return a finite quantity, such as the reward, of a logged step; None if it is missing."""
     return number(merged.run.get(name))

@@ -51,12 +51,12 @@ TASKS: Mapping[str, TaskSpec] = {
 
 
 def is_task(value: object) -> bool:
-    """Return whether a value is the name of a kind of run."""
+    """Return whether a value is the name of a kind of post-training, such as "dpo" or "grpo"."""
     return isinstance(value, str) and value in TASKS
 
 
 def loss_kind_of_task(task: object) -> LossKind | None:
-    """Return the meaning of the loss in such a run; None without a valid kind of run."""
+    """Return the meaning of the loss in such a post-training run; None without a valid kind."""
     return TASKS[task].loss_kind if isinstance(task, str) and task in TASKS else None
 
 
@@ -82,7 +82,7 @@ _MODULES = ("trl.", "unsloth")
 
 
 def task_of_class(trainer_class: type) -> Task | None:
-    """Return the kind of run of a trainer's class, from its name or that of a base; or None.
+    """Return the kind of post-training of a trainer's class, by its name or a base's; or None.
 
     Only classes of TRL and Unsloth count: others with the same name may be anything.
     """
@@ -193,7 +193,7 @@ _OF_SUMMED_KL = (("scores", "kl_reward"), ("scores", "rlhf_reward"))
 
 
 def read_quantities(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the known quantities among the scalars of one step; non-finite ones are left out."""
+    """Return the quantities among a step's scalars, by the names of TRL and other libraries."""
     plain = {name.removeprefix(_PREFIX): value for name, value in values.items()}
     is_kl_summed = any(all(name in plain for name in both) for both in _OF_SUMMED_KL)
     quantities: dict[str, float] = {}
@@ -209,6 +209,6 @@ def read_quantities(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def is_read(name: str) -> bool:
-    """Return whether ``read_quantities`` uses a scalar, by the name of its library."""
+    """Return whether ``read_quantities`` uses a scalar with this name in another library."""
     plain = name.removeprefix(_PREFIX)
     return plain in NAMES or any(plain in both for both in _OF_SUMMED_KL)

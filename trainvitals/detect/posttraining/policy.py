@@ -44,9 +44,11 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
         self._cut = ShareCourse(self._config.window)
 
     def _courses(self) -> Sequence[ValueCourse]:
+        """Return the levels of entropy, reward and cut completions that a restart resets."""
         return (self._entropy, self._reward, self._cut)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge entropy and reward of a logged step: a policy that became deterministic."""
         reward, cut = quantity(merged, names.REWARD), quantity(merged, names.CUT_SHARE)
         self._reward.add(reward, merged.step)
         self._cut.add(cut, merged.step)
@@ -71,7 +73,7 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
         return self._begin_condition(merged, reason, value=level, limit=limit)
 
     def _failure(self) -> str | None:
-        """Return the sign of failure; empty without one, None if it cannot be judged."""
+        """Return the sign that the policy failed; empty without one, None if it is unknown."""
         outcome, cut = self._reward.outcome, self._cut
         config = self._config
         if outcome in ("fell", "flat"):
@@ -103,9 +105,11 @@ class DeadRewardWatcher(PostTrainingWatcher):
         self._reward = RewardCourse(self._config)
 
     def _courses(self) -> Sequence[ValueCourse]:
+        """Return the shares and rewards that a restart of the post-training resets."""
         return (self._share, self._reward)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge a logged step's share of groups whose completions have equal rewards."""
         reward, share = quantity(merged, names.REWARD), quantity(merged, names.DEAD_SHARE)
         self._reward.add(reward, merged.step)
         if share is None:
@@ -166,22 +170,25 @@ class KlRunawayWatcher(PostTrainingWatcher):
         self._milestones = Milestones()
 
     def _courses(self) -> Sequence[ValueCourse]:
+        """Return the course of the reward, which a restart of the post-training resets."""
         return (self._reward,)
 
     def _restarted(self, merged: MergedStep) -> None:
+        """Drop the policy's divergence from steps that are trained again."""
         if merged.step <= self._step:
             self._first, self._at_best = self._milestones.go_back(merged.step) or (None, None)
         super()._restarted(merged)
         self._recent.clear()
 
     def rebaseline(self) -> None:
-        """Compare with the divergence at the announced change."""
+        """Compare with the policy's divergence at the announced change."""
         super().rebaseline()
         self._recent.clear()
         self._milestones.clear()
         self._first, self._at_best = None, None
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the policy's divergence (KL) and the reward of a logged step."""
         config, floor = self._config, self._config.kl_floor
         reward, kl = quantity(merged, names.REWARD), quantity(merged, names.KL)
         if kl is None:
@@ -235,9 +242,11 @@ class TruncationWatcher(PostTrainingWatcher):
         self._reward = RewardCourse(self._config)
 
     def _courses(self) -> Sequence[ValueCourse]:
+        """Return the cut shares and rewards that a restart of the post-training resets."""
         return (self._cut, self._reward)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge a logged step's share of completions that are cut at the length limit."""
         reward, cut = quantity(merged, names.REWARD), quantity(merged, names.CUT_SHARE)
         self._reward.add(reward, merged.step)
         if cut is None:
@@ -291,9 +300,11 @@ class RewardHackingWatcher(PostTrainingWatcher):
         self._milestones = Milestones()
 
     def _courses(self) -> Sequence[ValueCourse]:
+        """Return the course of the training reward, which a restart resets."""
         return (self._reward,)
 
     def _restarted(self, merged: MergedStep) -> None:
+        """Drop the held-out rewards of steps that are trained again."""
         if merged.step <= self._step:
             self._first, self._best = self._milestones.go_back(merged.step) or (None, None)
             self._held_out.clear()
@@ -301,13 +312,14 @@ class RewardHackingWatcher(PostTrainingWatcher):
         self._num_below = 0
 
     def rebaseline(self) -> None:
-        """Discard the evaluations before the announced change."""
+        """Discard the held-out rewards from before the announced change."""
         super().rebaseline()
         self._held_out.clear()
         self._milestones.clear()
         self._first, self._best, self._num_below = None, None, 0
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the training reward and the held-out reward of a logged step."""
         reward, held_out = quantity(merged, names.REWARD), quantity(merged, names.HELD_OUT_REWARD)
         self._reward.add(reward, merged.step)
         if held_out is None:
@@ -339,7 +351,7 @@ class RewardHackingWatcher(PostTrainingWatcher):
         return self._begin_condition(merged, reason, value=held_out, limit=limit)
 
     def _noise(self) -> float:
-        """Return the median absolute change between evaluations; the trend is in it too."""
+        """Return the median absolute change between held-out rewards; includes their trend."""
         values = list(self._held_out)
         changes = [abs(b - a) for a, b in pairwise(values)]
         return upper_median(changes) if len(changes) > 2 else float("inf")

@@ -39,9 +39,11 @@ class PolicyRatioWatcher(PostTrainingWatcher):
         self._ratio = ShortLevel()
 
     def _courses(self) -> Sequence[ValueCourse]:
+        """Return the clipped shares and probability ratios that a restart resets."""
         return (self._clipped, self._ratio)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge clipped tokens and probability ratio of a logged step of the policy."""
         clipped, ratio = quantity(merged, names.CLIP_SHARE), quantity(merged, names.RATIO)
         self._clipped.add(clipped, merged.step)
         level = None if ratio is None or ratio <= 0.0 else self._ratio.add(ratio, merged.step)
@@ -81,9 +83,11 @@ class SamplerGapWatcher(PostTrainingWatcher):
         self._gap = ShortLevel()
 
     def _courses(self) -> Sequence[ValueCourse]:
+        """Return the gaps between sampler and trainer that a restart resets."""
         return (self._gap,)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge a logged step's gap between the log-probabilities of sampler and trainer."""
         gap = quantity(merged, names.SAMPLER_GAP)
         level = None if gap is None else self._gap.add(gap, merged.step)
         if level is None:

@@ -56,7 +56,7 @@ class PostTrainingDetectors(Stateful):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no detector judges this kind of run."""
+        """Return whether no detector judges this kind of post-training run."""
         return not self._watchers
 
     def update(

@@ -56,7 +56,7 @@ class ReportData:
 def gather_report_data(
     reader: Reader, run_id: str, *, now_unix_ns: int, incident_id: str = ""
 ) -> ReportData:
-    """Return all data of the run, or of one of its incidents.
+    """Query all data for the post-mortem of a run, or of one of its incidents.
 
     Raises:
         UsageError: no such run, or no incident of that id.
@@ -85,7 +85,7 @@ def gather_report_data(
 def _detailed_incidents(
     incidents: Sequence[views.IncidentView], incident_id: str
 ) -> list[views.IncidentView]:
-    """Return the incidents to describe in full, by time."""
+    """Choose the incidents that the post-mortem describes in full, by time."""
     if incident_id:
         matches = [incident for incident in incidents if incident.incident_id == incident_id]
         if not matches:
@@ -105,6 +105,7 @@ def _detailed_incidents(
 def _query_incident_facts(
     reader: Reader, detail: views.RunDetail, incident: views.IncidentView, missing: list[str]
 ) -> IncidentFacts:
+    """Query the curves, heat maps and changes of an incident for the post-mortem."""
     run_id = detail.summary.run_id
     first, last = max(0, incident.onset_step - AROUND), incident.last_step + AROUND
     replies = [
@@ -150,7 +151,7 @@ def _ask_or_note(missing: list[str], name: str, ask: Callable[[], Answer]) -> An
 
 
 def _is_known(metric: str, metrics: Sequence[str]) -> bool:
-    """Return whether the run has the metric; layer metrics are known by the layers' names."""
+    """Return whether the post-mortem can show a metric: the run has measured it."""
     return metric in metrics or (
         metric.startswith("layers.") and any(name.startswith("layers.") for name in metrics)
     )

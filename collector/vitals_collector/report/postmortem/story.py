@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def report_blocks(facts: ReportData) -> list[Block]:
-    """Return the blocks of the report."""
+    """Return the blocks of the post-mortem page: incidents, decision log, run and settings."""
     summary = facts.detail.summary
     curve_marks = decision_marks(facts.ledger)
     spans = [(incident.onset_step, incident.last_step) for incident in facts.all_incidents]
@@ -80,10 +80,12 @@ def _folded(blocks: Iterable[Block]) -> Iterator[Block]:
 
 
 def _truncate_title(name: str) -> str:
+    """Shorten the name of a run in the title of its post-mortem."""
     return name if len(name) <= _TITLE else f"{name[: _TITLE - 3]}..."
 
 
 def _summary_text(facts: ReportData) -> str:
+    """Return the post-mortem's first paragraph: state, incidents and lost work."""
     summary, num = facts.detail.summary, len(facts.all_incidents)
     text = f"Run {summary.state} at step {summary.last_step}. Health: {summary.health}. "
     if not num:
@@ -97,12 +99,14 @@ def _summary_text(facts: ReportData) -> str:
 
 
 def _run_fact_rows(facts: ReportData) -> list[Row]:
+    """Return the facts of the run in the post-mortem, without empty ones."""
     rows = run_tables.run_facts(facts.detail, facts.ledger)
     named = [(name, "not measured" if value is None else value) for name, value in rows]
     return [row for row in named if row[1] != ""]
 
 
 def _incident_list_section(facts: ReportData) -> Iterator[Block]:
+    """Yield the post-mortem's list of incidents, the older ones folded."""
     if not facts.all_incidents:
         return
     yield Heading(2, "Incidents")
@@ -118,6 +122,7 @@ def _incident_list_section(facts: ReportData) -> Iterator[Block]:
 
 
 def _incident_table(incidents: Sequence[IncidentView]) -> TableBlock:
+    """Return the post-mortem's table of incidents: cause, action, severity and cost."""
     return TableBlock(
         ("incident", "cause", "action", "severity", "steps", "began", "state", "lost work"),
         [
@@ -137,6 +142,7 @@ def _incident_table(incidents: Sequence[IncidentView]) -> TableBlock:
 
 
 def _step_range_text(incident: IncidentView) -> str:
+    """Return the steps of an incident in the post-mortem's table."""
     alone = incident.onset_step == incident.last_step
     return str(incident.onset_step) if alone else f"{incident.onset_step} to {incident.last_step}"
 
@@ -153,6 +159,7 @@ def _incident_section(
     *,
     is_folded: bool,
 ) -> list[Block]:
+    """Return the post-mortem's section on one incident; folded unless it is the worst."""
     title, *summary = incident_blocks(incident_facts.incident)
     blocks = [*summary, *_incident_evidence(incident_facts, curve_marks, ordinals)]
     if is_folded and isinstance(title, Heading):
@@ -198,6 +205,7 @@ def _capped_section(
 
 
 def _evidence_section(incident: IncidentView) -> Iterator[Block]:
+    """Yield the post-mortem's tables of an incident's actions, findings and alerts."""
     actions = Heading(3, "Actions and their evidence")
     yield from _capped_section(actions, incident.decisions, run_tables.decision_table, "actions")
     findings = [view.finding for view in incident.findings]
@@ -250,6 +258,7 @@ def _events_section(incident: IncidentView, ordinals: Mapping[int, int]) -> Iter
 
 
 def _decisions_section(facts: ReportData) -> Iterator[Block]:
+    """Yield the post-mortem's section with all actions of the run."""
     yield Heading(2, "All actions")
     if not facts.ledger:
         yield Paragraph("Vitals took no action.")
@@ -259,6 +268,7 @@ def _decisions_section(facts: ReportData) -> Iterator[Block]:
 
 
 def _timeline_section(facts: ReportData) -> Iterator[Block]:
+    """Yield the post-mortem's timeline: events, notes, decisions and alerts by time."""
     rows: list[tuple[int, str, int, str]] = [
         (e.time_unix_ns, e.source, e.step, e.text) for e in facts.events
     ]
@@ -285,6 +295,7 @@ def _timeline_section(facts: ReportData) -> Iterator[Block]:
 
 
 def _checkpoints_section(facts: ReportData) -> Iterator[Block]:
+    """Yield the post-mortem's table of checkpoints, the latest ones."""
     if not facts.checkpoints:
         return
     yield Heading(2, "Checkpoints")
@@ -293,6 +304,7 @@ def _checkpoints_section(facts: ReportData) -> Iterator[Block]:
 
 
 def _settings_section(facts: ReportData) -> Iterator[Block]:
+    """Yield the post-mortem's tables of the configuration and the judge's settings."""
     info = facts.detail.info
     if info.config:
         yield Heading(2, "Configuration")
