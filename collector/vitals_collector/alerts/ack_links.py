@@ -75,7 +75,7 @@ class AckLinks:
         return hmac.new(self._key(), payload.encode(), hashlib.sha256).hexdigest()
 
     def _key(self) -> bytes:
-        """Return the store's key, created when it is first needed."""
+        """Return the store's key that signs the links, created when it is first needed."""
         if not self._key_bytes:
             values = {
                 "name": _KEY_NAME,

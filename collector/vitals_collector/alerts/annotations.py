@@ -19,7 +19,7 @@ _MAX_STEP = 2**63 - 1
 def annotate(
     store: Store, run_id: str, request: AnnotationRequest, *, caller: str, now_unix_ns: int
 ) -> AnnotationView:
-    """Store the note durably; without an author, it is the caller's, who owns the token.
+    """Store a user's note on a run and its author durably.
 
     Raises:
         UsageError: unknown run, a value out of bounds, or too many lines.
@@ -51,7 +51,7 @@ def annotate(
 
 
 def _clean_note_text(name: str, text: str, most: int) -> str:
-    """Return the text as it can be stored, without secrets and the white space around it."""
+    """Return a note's text as it can be stored, without secrets and the white space around it."""
     text = redact_text(remove_nul(text).encode(errors="replace").decode().strip())
     if len(text) > most:
         raise UsageError(f"{name} has {len(text)} characters; it may have {most}")

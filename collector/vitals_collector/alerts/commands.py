@@ -80,7 +80,7 @@ def issue(
 
 
 def check_accepted_step(request: CommandRequest, last_step: int) -> None:
-    """Raise UsageError for the acceptance of a step that was not reached yet. Pure."""
+    """Refuse a command to accept a step that was not reached yet. Pure."""
     if request.action != "accept" or request.argument is None or request.argument <= last_step:
         return
     newest = f"its newest is step {last_step}" if last_step >= 0 else "it has no step so far"
@@ -94,7 +94,7 @@ def check_accepted_step(request: CommandRequest, last_step: int) -> None:
 def list_commands(
     store: Store, run_id: str, *, now_unix_ns: int, status: str = ""
 ) -> tuple[CommandView, ...]:
-    """Return the run's commands, latest first; pending ones may be shown as expired."""
+    """Return the commands to a run, latest first; pending ones may be shown as expired."""
     query = (
         select(commands)
         .where(commands.c.run_id == run_id)
@@ -151,7 +151,7 @@ def mark_delivered(
 
 
 def expire_commands(store: Store, now_unix_ns: int) -> int:
-    """Mark pending commands that have expired; return their number."""
+    """Mark pending commands to runs that have expired; return their number."""
     late = (commands.c.status == "pending", commands.c.expires_unix_ns <= now_unix_ns)
     with store.read_transaction() as connection:
         if connection.execute(select(commands.c.number).where(*late).limit(1)).first() is None:
@@ -171,7 +171,7 @@ def expire_commands(store: Store, now_unix_ns: int) -> int:
 
 
 def count_commands(store: Store) -> dict[str, int]:
-    """Return the number of commands by status."""
+    """Return the number of commands to runs by status."""
     query = select(commands.c.status, func.count()).group_by(commands.c.status)
     with store.read_transaction() as connection:
         return {str(status): int(num) for status, num in connection.execute(query)}
@@ -198,7 +198,7 @@ def _check_run(connection: Connection, run_id: str, now_unix_ns: int) -> None:
 
 
 def _load_checkpoint_states(connection: Connection, run_id: str) -> list[tuple[str, str]]:
-    """Return the id and state of each checkpoint that the run announced."""
+    """Return id and state of each announced checkpoint, by which a rollback command is checked."""
     query = select(checkpoints.c.checkpoint_id, checkpoints.c.state).where(
         checkpoints.c.run_id == run_id
     )
@@ -213,7 +213,7 @@ def _last_step(connection: Connection, run_id: str) -> int:
 
 
 def check_checkpoint(checkpoint_id: str, announced: Iterable[tuple[str, str]]) -> None:
-    """Refuse a checkpoint that the run did not announce, or that is not healthy. Pure.
+    """Refuse a command to roll back to a checkpoint that is not announced or not healthy. Pure.
 
     An empty id is the latest healthy one, chosen by the run. ``announced`` has the id and the state
     of each of its checkpoints.
@@ -260,7 +260,7 @@ def _check_number(connection: Connection, command: Command) -> None:
 
 
 def _rank0(connection: Connection, run_id: str) -> str | None:
-    """Return the incarnation of the latest start of the run's rank 0."""
+    """Return the incarnation of rank 0's latest start, which may report a command as delivered."""
     query = (
         select(sources.c.incarnation)
         .where(sources.c.run_id == run_id, sources.c.source == "rank:0")

@@ -91,13 +91,13 @@ class _ReceiverQueue:
 
     @property
     def late_ns(self) -> int | None:
-        """Since when an alert waits that it did not accept; None if there is none."""
+        """Return since when an alert waits that it did not accept; None if there is none."""
         failed_ns = [w.failed_ns for w in self.waiting.values() if w.failed_ns is not None]
         return min(failed_ns, default=None)
 
     @property
     def after_seconds(self) -> float:
-        """Seconds without an acknowledgment until a page is escalated to this receiver."""
+        """Return the seconds until an unacknowledged page is escalated to this receiver."""
         return float(getattr(self.notifier, "after_seconds", 0.0))
 
     def accepts_alert(self, alert: AlertView) -> bool:
@@ -176,7 +176,7 @@ class Dispatcher:
         return list(by_receiver.values())
 
     def drop_queues(self) -> None:
-        """Drop the queues: undelivered alerts are submitted again."""
+        """Drop the receivers' queues: undelivered alerts are submitted again."""
         with self._lock:
             for line in self._lines.values():
                 line.waiting.clear()
@@ -200,6 +200,7 @@ class Dispatcher:
         settled: bool = False,
         active_since: float | None = None,
     ) -> None:
+        """Queue an alert for those of the receivers that accept it, if this is the pager."""
         if not self.is_pager():
             return
         with self._lock:
@@ -219,6 +220,7 @@ class Dispatcher:
         return now + int(max(0.0, line.after_seconds - max(0.0, age)) * 1e9)
 
     def _add_to_queue(self, line: _ReceiverQueue, item: _PendingAlert) -> None:
+        """Add an alert to a receiver's queue; a full one drops its least urgent alert."""
         waiting = line.waiting
         if (older := waiting.pop(item.alert.fingerprint, None)) is not None:
             item.failed_ns = older.failed_ns
@@ -239,7 +241,7 @@ class Dispatcher:
     # ------------------------------------------------------------------------------- threads
 
     def deliver_due(self) -> float | None:
-        """Deliver everything that is due; return the seconds until the next delivery, or None."""
+        """Deliver all alerts that are due; return the seconds until the next, or None."""
         for line in self._lines.values():
             self._process_queue(line)
         # After all of them: one may put to others.
@@ -247,7 +249,7 @@ class Dispatcher:
         return min((wait for wait in waits if wait is not None), default=None)
 
     def start(self) -> None:
-        """Start one thread per receiver."""
+        """Start one thread per receiver of alerts."""
         for name, line in self._lines.items():
             line.thread = threading.Thread(
                 target=self._run, args=(line,), name=f"vitals-notify-{name}", daemon=True
@@ -301,6 +303,7 @@ class Dispatcher:
     # ------------------------------------------------------------------------------ delivery
 
     def _pop_due_alerts(self, line: _ReceiverQueue) -> list[_PendingAlert]:
+        """Pop the due alerts of a receiver's queue, the most urgent first."""
         now = self._clock.monotonic_ns()
         is_pager = self.is_pager()
         with self._lock:
@@ -318,6 +321,7 @@ class Dispatcher:
         return due
 
     def _deliver_alerts(self, line: _ReceiverQueue, due: list[_PendingAlert]) -> None:
+        """Deliver due alerts to a receiver, and record whether it accepted them."""
         due = self._select_needed_alerts(line, due)
         if not due:
             return
@@ -356,6 +360,7 @@ class Dispatcher:
         return [w for w in fresh if w.alert.fingerprint in checked.due]
 
     def _has_delivered(self, line: _ReceiverQueue, alert: AlertView) -> bool:
+        """Return whether the receiver has had the alert's state, and wants no reposts."""
         had = line.delivered.get(alert.fingerprint) == delivery_id(alert, line.notifier.name)
         return had and not line.notifier.reposts
 
@@ -401,6 +406,7 @@ class Dispatcher:
         self._tell_if_failing(line)
 
     def _backoff_seconds(self, tries: int) -> float:
+        """Return the wait before the next try to deliver to a failing receiver."""
         wait = self._config.first_retry_seconds * 2.0 ** min(tries - 1, 30)
         return min(wait, self._config.max_retry_seconds)
 
@@ -416,7 +422,7 @@ class Dispatcher:
 
     @property
     def _failing_after_ns(self) -> int:
-        """Time without a delivery after which a receiver counts as failing."""
+        """Return the time without a delivery after which a receiver counts as failing."""
         return int(self._config.failing_after_seconds * 1e9)
 
     def _is_late(self, line: _ReceiverQueue) -> bool:
@@ -425,6 +431,7 @@ class Dispatcher:
         return since is not None and now - since >= self._failing_after_ns
 
     def _report_receiver_alert(self, alert: AlertView) -> None:
+        """Report an alert about a receiver; without a store, only submit it."""
         try:
             self._report(alert)
         except StorageError as error:  # deliver without a record rather than not at all
@@ -439,6 +446,7 @@ class Dispatcher:
         waiting.failed_ns = item.failed_ns
 
     def _remember_delivered(self, line: _ReceiverQueue, alert: AlertView) -> None:
+        """Remember that the receiver has had the alert's state."""
         with self._lock:
             line.delivered.pop(alert.fingerprint, None)
             line.delivered[alert.fingerprint] = delivery_id(alert, line.notifier.name)
@@ -446,6 +454,7 @@ class Dispatcher:
                 line.delivered.pop(next(iter(line.delivered)))
 
     def _record_deliveries(self, line: _ReceiverQueue, alerts: list[AlertView]) -> None:
+        """Record a receiver's deliveries in the store, with those not recorded earlier."""
         alerts = [*line.unrecorded, *alerts]
         if self._ledger is None or not alerts:
             return
@@ -458,7 +467,7 @@ class Dispatcher:
             _LOG.warning("receiver %s: a delivery could not be recorded: %s", receiver, error)
 
     def _settle(self, alert: AlertView) -> None:
-        """Call ``on_settled`` if every receiver has the state."""
+        """Call ``on_settled`` if every receiver has the alert's state."""
         if self._on_settled is None:
             return
         with self._lock:
@@ -478,6 +487,7 @@ class Dispatcher:
 
 
 def _receiver_failing_alert(receiver: str, error: str, now: int) -> AlertView:
+    """Return the alert that a receiver accepts no alerts."""
     labels = {"receiver": receiver}
     return AlertView(
         fingerprint=fingerprint(_FAILING, labels),
@@ -494,5 +504,5 @@ def _receiver_failing_alert(receiver: str, error: str, now: int) -> AlertView:
 
 
 def resolve_alert(alert: AlertView, now: int) -> AlertView:
-    """Return the alert as it is once it is over."""
+    """Return the alert for its receivers as it is once it is over."""
     return replace(alert, state="resolved", updated_unix_ns=now, ended_unix_ns=now)

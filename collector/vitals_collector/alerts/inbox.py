@@ -131,7 +131,7 @@ def list_alerts(
     newest_by: NewestBy = "updated_unix_ns",
     reach: frozenset[str] | None = None,
 ) -> tuple[AlertView, ...]:
-    """Return alerts, the latest first, with their active silences; of all runs, or some."""
+    """Return the inbox's alerts, the latest first, with active silences; of all runs, or some."""
     query = select(alerts).order_by(alerts.c[newest_by].desc(), alerts.c.fingerprint)
     if run_id:
         query = query.where(alerts.c.run_id == run_id)
@@ -174,6 +174,7 @@ def check_silence(store: Store, silence_id: int, reach: frozenset[str] | None) -
 def _is_silence_in_reach(
     connection: Connection, view: SilenceView, reach: frozenset[str] | None
 ) -> bool:
+    """Return whether a silence concerns only runs that a token reaches."""
     if reach is None:
         return True
     if view.fingerprint:
@@ -182,6 +183,7 @@ def _is_silence_in_reach(
 
 
 def _is_alert_in_reach(connection: Connection, fingerprint: str, reach: frozenset[str]) -> bool:
+    """Return whether an alert in the inbox belongs to a run that a token reaches."""
     entry = _load_alert(connection, fingerprint)
     return entry is not None and entry.view.run_id in reach
 
@@ -455,6 +457,7 @@ class Inbox:
             return dict(self._fired)
 
     def _submit_alerts(self, views: Iterable[AlertView]) -> None:
+        """Count alerts that fire, and deliver those that are neither pending nor silenced."""
         views = list(views)
         if not views:
             return
@@ -481,6 +484,7 @@ def settle_alert(store: Store, view: AlertView) -> None:
 def _alert_view(
     alert: Alert, run_id: str, state: Literal["pending", "firing"], started: int, now: int
 ) -> AlertView:
+    """Return an alert for the inbox as clients see it, with its texts cleaned."""
     return AlertView(
         fingerprint=alert.fingerprint,
         name=alert.name,
@@ -574,7 +578,7 @@ _LIFE = msgspec.msgpack.Decoder(StoredAlertState)
 
 
 def alert_from_row(row: Row[Any]) -> InboxAlert:
-    """Return the alert of a row of ``alerts``."""
+    """Return the inbox's alert of a row of ``alerts``."""
     view = AlertView(
         fingerprint=row.fingerprint,
         name=row.name,
@@ -593,6 +597,7 @@ def alert_from_row(row: Row[Any]) -> InboxAlert:
 
 
 def _load_alert(connection: Connection, fingerprint: str) -> InboxAlert | None:
+    """Return one alert of the inbox, or None."""
     query = select(alerts).where(alerts.c.fingerprint == fingerprint)
     if connection.get_execution_options().get("vitals_write"):  # it is written back whole
         query = query.with_for_update()
@@ -601,7 +606,7 @@ def _load_alert(connection: Connection, fingerprint: str) -> InboxAlert | None:
 
 
 def _load_open_alerts(connection: Connection) -> dict[str, dict[str, InboxAlert]]:
-    """Return pending and firing alerts, by run and fingerprint."""
+    """Return the inbox's pending and firing alerts, by run and fingerprint."""
     open_entries: dict[str, dict[str, InboxAlert]] = defaultdict(dict)
     query = select(alerts).where(alerts.c.state.in_(("pending", "firing")))
     for row in connection.execute(query):
@@ -610,7 +615,7 @@ def _load_open_alerts(connection: Connection) -> dict[str, dict[str, InboxAlert]
 
 
 def _open_views(connection: Connection) -> list[AlertView]:
-    """Return the pending and firing alerts of all runs."""
+    """Return the inbox's pending and firing alerts of all runs."""
     open_entries = _load_open_alerts(connection)
     return [e.view for entries in open_entries.values() for e in entries.values()]
 
@@ -636,7 +641,7 @@ def _save_alert(connection: Connection, entry: InboxAlert) -> None:
 
 
 def _apply_silence(view: AlertView, quiet: ActiveSilences) -> AlertView:
-    """Return the view with the silence that is in force on it."""
+    """Return an alert's view with the silence that is in force on it."""
     silence = quiet.silence_of(view)
     if silence is None:
         return view
@@ -644,7 +649,7 @@ def _apply_silence(view: AlertView, quiet: ActiveSilences) -> AlertView:
 
 
 def unknown_alert(fingerprint: str) -> UsageError:
-    """Return the error for an unknown fingerprint."""
+    """Return the error for a fingerprint that no alert in the inbox has."""
     return UsageError(
         f"there is no alert {fingerprint[:64]!r}",
         hint="`vitals alerts list` shows the fingerprints",
@@ -655,7 +660,7 @@ def unknown_alert(fingerprint: str) -> UsageError:
 def _write_audit(
     connection: Connection, action: str, subject: str, request: AckRequest, now: int, caller: str
 ) -> None:
-    """Append a user's action on alerts to the audit log."""
+    """Append a user's response to an alert to the audit log."""
     length = f"{request.silence_seconds:g} s: " if request.silence_seconds else ""
     actor = f"{request.by} ({caller})" if caller else request.by
     write_audit(connection, now, actor, action, subject, f"{length}{request.reason}")

@@ -22,7 +22,7 @@ _FORM = """<form method="post"><label>Your name <input name="by" required maxlen
 
 
 def ack_router(links: AckLinks, inbox: Inbox) -> APIRouter:
-    """Return the page's routes; the signed link is the permission, so they need no token."""
+    """Return the acknowledge page's routes, without a token: the signed link is the permission."""
     router = APIRouter(include_in_schema=False)
 
     @router.get(PATH + "{token}")
@@ -58,6 +58,7 @@ def _alert_response(view: AlertView) -> Response:
 
 
 def _error_response(error: UsageError) -> Response:
+    """Return an error as the HTML page of a link to acknowledge."""
     return _html_response(f"<p>{escape(error.text)}. {escape(error.hint or '')}</p>", 400)
 
 

@@ -99,7 +99,7 @@ def create_app(
     host_port: str = "",
     store: Store | None = None,
 ) -> FastAPI:
-    """Return the app, its store open and migrated; the app's shutdown closes it.
+    """Return the collector's app, its store open and migrated; the app's shutdown closes it.
 
     ``host_port`` is the result of ``serve.lock_data_dir``, while its lock is held. ``store`` is an
     open store to use instead of the one in ``settings.data``.
@@ -193,16 +193,16 @@ class _BackgroundService(Protocol):
     """A part that works in its own threads, next to the requests."""
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start the service's threads when the HTTP server starts."""
 
     def close(self) -> None:
-        """Stop, after finishing the current work."""
+        """Stop when the HTTP server stops, after finishing the current work."""
 
 
 def _run_owner_managers(
     store: Store, settings: CollectorSettings, clock: Clock, host_port: str
 ) -> list[RunOwners]:
-    """Return the manager of run owners; none if there can be no other collector."""
+    """Return the server's manager of run owners; none if there can be no other collector."""
     if not _is_shared(store):
         return []
     owners = RunOwners(store, clock=clock, url=settings.url, process_place=host_port)
@@ -213,7 +213,7 @@ def _run_owner_managers(
 def _maintenance_jobs(
     store: Store, settings: CollectorSettings, clock: Clock, lease: Lease
 ) -> list[LakeMaintenance]:
-    """Return what maintains the lake; rows in memory need no maintenance."""
+    """Return what maintains the server's lake; rows in memory need no maintenance."""
     if not isinstance(store.numbers, Lake):
         return []
     upkeep = LakeMaintenance(
@@ -229,6 +229,7 @@ def _maintenance_jobs(
 def _build_alert_engine(
     store: Store, settings: CollectorSettings, clock: Clock, links: AckLinks, host_port: str
 ) -> AlertService:
+    """Build the service that raises and delivers alerts in the HTTP server's process."""
     return build_alert_service(
         store,
         build_notifiers(settings.notifiers, ack_link=links.link_of),
@@ -241,7 +242,7 @@ def _build_alert_engine(
 
 
 def _is_shared(store: Store) -> bool:
-    """Return whether there may be other collectors on the store."""
+    """Return whether other collectors may serve the store as well."""
     return store.engine.dialect.name == "postgresql"
 
 
@@ -258,7 +259,7 @@ def _build_query(store: Store, settings: CollectorSettings, clock: Clock) -> Que
 
 
 def _add_routers(app: FastAPI, *routers: APIRouter) -> None:
-    """Add the routes as they are: ``include_router`` builds each again, at the first request."""
+    """Add routes to the app as they are: ``include_router`` builds each again, at first request."""
     app.router.routes.extend(route for router in routers for route in router.routes)
 
 
@@ -268,7 +269,7 @@ def _lifespan(
     parts: Sequence[_BackgroundService],
     settings: CollectorSettings,
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    """Return the app's lifespan: it starts and stops the background services."""
+    """Return the HTTP app's lifespan: it starts and stops the background services."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -329,7 +330,7 @@ def _ingest_router(store: Store, ingest_app: IngestApp) -> APIRouter:
 
 
 def _otlp_router(store: Store, ingest_app: IngestApp, clock: Clock) -> APIRouter:
-    """Return the route of the plugin, or one that responds that it is not installed."""
+    """Return the plugin's HTTP route for OTLP, or one that responds that it is not installed."""
     try:
         return cast(APIRouter, load_plugin("otlp")(store, ingest_app, clock=clock))
     except UsageError as error:
@@ -349,7 +350,7 @@ def _otlp_router(store: Store, ingest_app: IngestApp, clock: Clock) -> APIRouter
 
 
 def _add_error_handlers(app: FastAPI, store: Store) -> None:
-    """Return every error as a Problem: ours, FastAPI's, and unexpected ones."""
+    """Let the HTTP server return every error as a Problem: ours, FastAPI's, unexpected ones."""
 
     async def ours(_request: Request, error: Exception) -> Response:
         assert isinstance(error, VitalsError)

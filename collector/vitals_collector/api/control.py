@@ -35,7 +35,7 @@ def control_router(
     keys: FilePath,
     folders: Sequence[FilePath] = (),
 ) -> APIRouter:
-    """Return the routes that change something.
+    """Return the HTTP routes that change something: commands, alerts, notes.
 
     ``keys`` is the directory of ``control.pub``. ``folders`` are the run directories that this
     collector watches, from its own command line: a command for a run there is signed and delivered
@@ -164,7 +164,7 @@ def _add_annotation_routes(router: APIRouter, store: Store, clock: Clock) -> Non
 
 
 def caller_name(request: Request) -> str:
-    """Return who asks, as far as a token can say: its name. An address is nobody."""
+    """Return who sent a request, as far as a token can say: its name. An address is nobody."""
     return f"{getattr(request.state, 'token_name', '') or 'no'} token"
 
 
@@ -178,6 +178,6 @@ def require_run_reach(store: Store, scope: TokenScope) -> Callable[[str, Request
 
 
 def _reachable_runs(store: Store, request: Request) -> frozenset[str] | None:
-    """Return the runs that a token with the scope ``control`` reaches; None: all."""
+    """Return the runs that a request's token with the scope ``control`` reaches; None: all."""
     with store.read_transaction() as connection:
         return principal_of(request).reach(connection, "control")

@@ -44,7 +44,7 @@ from vitals_collector.storage.tokens import ENDED, LIMITED
 
 
 def _error_codes(of: type[VitalsError]) -> set[str]:
-    """Return the codes of an error class and its subclasses, as labels."""
+    """Return the codes of an error class and its subclasses, as labels of ``/metrics``."""
     return {of.code}.union(*(_error_codes(error) for error in of.__subclasses__()))
 
 
@@ -97,11 +97,11 @@ class StoreCollector(Collector):
         fires."""
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: registration must not read the store."""
+        """Return nothing: registering ``/metrics`` must not read the store."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family, also those without samples, in the catalog's order."""
+        """Yield every family of ``/metrics``, also without samples, in the catalog's order."""
         when = self._liveness()
         now = when.now_unix_ns
         with self._store.read_transaction() as connection:
@@ -128,7 +128,7 @@ class StoreCollector(Collector):
             yield _metric_family(find_metric(name), samples)
 
     def _goodput_samples(self, shown: Sequence[RunSummary]) -> Samples:
-        """Return the runs' time by bucket, as it was trained: a counter must not decrease.
+        """Return runs' time by bucket for ``/metrics``, as trained: a counter must not decrease.
 
         A run whose rows were not read yet is absent: 0 would look like a decrease.
         """
@@ -142,7 +142,7 @@ class StoreCollector(Collector):
         return self._spent
 
     def _alert_samples(self, now_unix_ns: int) -> Samples:
-        """Return 1 for firing alerts and 0 for those that no longer do; pages come first."""
+        """Return 1 for firing alerts, 0 for those that no longer do; pages come first."""
         horizon = now_unix_ns - int(TOLD_AFTER_END_SECONDS * 1e9)
         by_alert: dict[Labels, list[tuple[int, str, bool]]] = {}
         samples: Samples = {}
@@ -171,13 +171,13 @@ class StoreCollector(Collector):
 
 
 def _cause_of(alert: AlertView) -> str:
-    """Return the label that distinguishes it in its run: a rule, a node, a receiver."""
+    """Return the label that distinguishes a run's alert in ``/metrics``: rule, node or receiver."""
     about = {name: value for name, value in alert.labels.items() if name != "run"}
     return _clean_label(about.get("cause", ",".join(about[name] for name in sorted(about))))
 
 
 def _limit_alert_causes(alerts_of_it: Sequence[tuple[int, str, bool]]) -> Iterator[str]:
-    """Yield the exported cause of each alert; the earliest ones keep their own."""
+    """Yield each alert's cause for ``/metrics``; the earliest ones keep their own."""
     first = dict.fromkeys(cause for _, cause, _ in sorted(alerts_of_it))
     shown_causes = set(list(first)[:MAX_CAUSES])
     return (cause if cause in shown_causes else OTHER_CAUSES for _, cause, _ in alerts_of_it)
@@ -227,6 +227,7 @@ def metrics_router(collector: Collector) -> APIRouter:
 
 
 def _metric_family(metric: MetricSpec, samples: Samples) -> Metric:
+    """Return a metric family for ``/metrics`` with its samples."""
     kinds: dict[str, Callable[..., CounterMetricFamily | GaugeMetricFamily]] = {
         "counter": CounterMetricFamily,
         "gauge": GaugeMetricFamily,
@@ -239,7 +240,7 @@ def _metric_family(metric: MetricSpec, samples: Samples) -> Metric:
 
 
 def _clean_label(text: str) -> str:
-    """Return the text shortened and printable: a label is shown, joined on, and stored forever."""
+    """Return a label of ``/metrics``, short and printable: shown, joined on, and stored forever."""
     cut = text if len(text) <= MAX_LABEL else text[: MAX_LABEL - 3] + "..."
     return "".join(c if c.isprintable() else "?" for c in cut)
 
@@ -337,7 +338,7 @@ def _count_rollbacks(connection: Connection, ids: list[str]) -> dict[tuple[str, 
 
 
 def _counts_by_cause(ids: list[str], counts: Mapping[tuple[str, str], int]) -> Samples:
-    """Return counts by run and cause, each of which starts at 0."""
+    """Return counts for ``/metrics`` by run and cause, each of which starts at 0."""
     samples: Samples = dict.fromkeys(product(ids, ACTED_CAUSES), 0.0)
     for (run_id, cause), num in counts.items():
         if run_id in ids:

@@ -23,7 +23,7 @@ class HealthCheck:
         self._running: asyncio.Future[str] | None = None
 
     async def status(self) -> str:
-        """Return why the store does not work; empty if it does."""
+        """Return why the store does not work, for the health route; empty if it does."""
         if self._running is None or self._running.done():
             loop = asyncio.get_running_loop()
             self._running = loop.create_future()
@@ -47,6 +47,7 @@ class HealthCheck:
             _LOG.debug("health_not_reported status=%s", status)
 
     def _check_store(self) -> str:
+        """Query the store for the health route; return what does not work, or ""."""
         try:
             with self._store.read_transaction() as connection:
                 connection.exec_driver_sql("SELECT 1")

@@ -88,7 +88,7 @@ class PendingBody:
     def record_results(
         self, places: Sequence[int], stored: Sequence[BatchResult] | Exception
     ) -> bool:
-        """Note what became of some of its batches; return whether that is known of all."""
+        """Note results of some of an upload's batches; return whether all are known."""
         if isinstance(stored, Exception):
             self._error = self._error or stored
         else:
@@ -98,7 +98,7 @@ class PendingBody:
 
     @property
     def outcome(self) -> Outcome:
-        """Response for the sender of the body: replies, or an error."""
+        """Return the response to the upload: replies, or an error."""
         if self._error is not None:
             return self._error
         return reply_to_body([self._stored[index] for index in range(len(self.raws))])
@@ -142,11 +142,11 @@ class _WriterLane:
 
     @property
     def waited_seconds(self) -> float:
-        """Waiting time of the oldest body."""
+        """Return how long the oldest uploaded body has waited."""
         return time.monotonic() - self.waiting[0].since if self.waiting else 0.0
 
     def enqueue(self, part: _LaneBatches) -> None:
-        """Queue a part."""
+        """Queue a part of an uploaded body for a writer thread."""
         self.waiting.append(part)
         self._num_bytes += part.num_bytes
         # The thread waits for the first, and for what ends its wait for others.
@@ -154,12 +154,12 @@ class _WriterLane:
             self._changed.notify()
 
     def close(self) -> None:
-        """Release the waiting bodies at once, and accept no further ones."""
+        """Release the waiting uploads at once, and accept no further ones."""
         self._is_closed = True
         self._changed.notify()
 
     def pop_batches(self) -> list[_LaneBatches]:
-        """Wait for batches; then pop them up to the limits.
+        """Wait for uploaded batches; then pop them up to the limits.
 
         Nothing if closed. A body that arrives after a pause does not wait.
         """
@@ -183,7 +183,7 @@ class _WriterLane:
             return group
 
     def _is_due(self) -> bool:
-        """Return whether the waiting bodies are to be written without waiting for more."""
+        """Return whether the waiting uploads are to be written without waiting for more."""
         return self._is_closed or self._num_bytes >= _GROUP_BYTES
 
 
@@ -217,21 +217,21 @@ class CommitQueue:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that wait or are being written."""
+        """Return the uploaded bytes that wait or are being written."""
         return self._num_bytes
 
     @property
     def is_running(self) -> bool:
-        """Whether the threads were started and have not ended."""
+        """Return whether the threads that store uploads were started and have not ended."""
         return any(thread.is_alive() for thread in self._threads)
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start the threads that store uploaded bodies."""
         for thread in self._threads:
             thread.start()
 
     def enqueue(self, body: PendingBody) -> None:
-        """Queue a body; its outcome comes through ``on_done``. Never blocks.
+        """Queue an uploaded body; its outcome comes through ``on_done``. Never blocks.
 
         Raises:
             StorageError: there is no room, or the intake is closed; send it again later.
@@ -263,7 +263,7 @@ class CommitQueue:
                     )
 
     def close(self) -> None:
-        """Stop accepting, store waiting bodies, and stop the threads."""
+        """Stop accepting uploads, store waiting bodies, and stop the threads."""
         with self._lock:
             self._is_closed = True
             self._rows.close()
@@ -273,7 +273,7 @@ class CommitQueue:
                 thread.join()
 
     def _run(self, lane: _WriterLane) -> None:
-        """Store the bodies of one lane until the queue closes."""
+        """Store the uploaded bodies of one lane until the queue closes."""
         while group := lane.pop_batches():
             outcomes = self._store_group(group)
             # before the responses: a client sends again at once, and must find space
@@ -295,6 +295,7 @@ class CommitQueue:
     def _store_group(
         self, group: Sequence[_LaneBatches]
     ) -> Sequence[Sequence[BatchResult] | Exception]:
+        """Store a group of uploads together; return each one's results or error."""
         try:
             raws = [[part.body.raws[i] for i in part.places] for part in group]
             asking, now = [part.body.accepts_resend for part in group], self._arrivals.time_ns()
@@ -326,7 +327,7 @@ class ByteBudget:
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def acquire(self, num_bytes: int) -> None:
-        """Reserve the bytes, waiting in order; ``release`` returns them."""
+        """Reserve memory for a request's bytes, waiting in order; ``release`` returns it."""
         if not self._queue and self._free >= num_bytes:
             self._free -= num_bytes
             return
@@ -347,7 +348,7 @@ class ByteBudget:
             raise
 
     def release(self, num_bytes: int) -> None:
-        """Return bytes, to the request that has waited longest."""
+        """Return memory for bytes, to the request that has waited longest."""
         self._free += num_bytes
         self._grant_waiting()
 
@@ -376,11 +377,11 @@ class IngestApp:
         self.commits = CommitQueue(store, clock=clock, on_done=_deliver_outcomes, limits=limits)
 
     def start(self) -> None:
-        """Start to store."""
+        """Start to store uploaded bodies."""
         self.commits.start()
 
     def close(self) -> None:
-        """Store waiting bodies, and stop."""
+        """Store waiting uploads, and stop."""
         self.commits.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -402,7 +403,7 @@ class IngestApp:
     async def ingest_body(
         self, body: bytes, principal: Principal, *, accepts_resend: bool = False
     ) -> Response:
-        """Store a body's batches; return the response once they are durable.
+        """Store an uploaded body's batches; return the response once they are durable.
 
         Args:
             body: the batches.
@@ -425,7 +426,7 @@ class IngestApp:
         return Response(msgspec.json.encode(replies), media_type="application/json")
 
     async def store(self, raws: Sequence[bytes], principal: Principal) -> None:
-        """Store batches that were created here; all are durable when this returns.
+        """Store batches that this server created; all are durable when this returns.
 
         Raises:
             FormatError: one of them is refused.
@@ -443,6 +444,7 @@ class IngestApp:
         *,
         accepts_resend: bool = False,
     ) -> tuple[IngestReply, ...]:
+        """Queue an upload's batches, and wait until they are durable; return the replies."""
         turn: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.commits.enqueue(PendingBody(raws, num_bytes, turn, accepts_resend, principal))
         outcome = await turn
@@ -471,7 +473,7 @@ class IngestApp:
             self._room.release(num_bytes)
 
     def _check_plain(self, scope: Scope) -> None:
-        """Reject compressed bodies: their length would not limit the memory."""
+        """Reject compressed uploads: their length would not limit the memory."""
         codings = [value for name, value in scope["headers"] if name == b"content-encoding"]
         coding = b", ".join(codings).decode("latin-1").strip().lower()
         if coding not in ("", "identity"):
@@ -482,7 +484,7 @@ class IngestApp:
 
 
 def _deliver_outcomes(outcomes: Sequence[tuple[PendingBody, Outcome]]) -> None:
-    """Hand the outcomes of a group to the event loop, all by one call."""
+    """Hand the outcomes of a group of uploads to the event loop, all by one call."""
     turns = [(waiting.turn, outcome) for waiting, outcome in outcomes]
     turns[0][0].get_loop().call_soon_threadsafe(_set_outcomes, turns)
 
@@ -495,7 +497,7 @@ def _set_outcomes(turns: Sequence[tuple[asyncio.Future[Outcome], Outcome]]) -> N
 
 
 def _busy_error() -> StorageError:
-    """Return the error for a full ingest queue: clients retry later."""
+    """Return the error for a full queue of uploads: clients retry later."""
     return StorageError(
         "the collector receives more than it can store",
         hint="try again later; agents keep their spools and retry by themselves",

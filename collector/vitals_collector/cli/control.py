@@ -206,7 +206,7 @@ def _stacks(reader: Reader, sent: views.CommandView) -> tuple[tuple[views.Stacks
 def _wait_for_stacks(
     look: Callable[[], tuple[tuple[views.StacksView, ...], int]], wait: float, *, pause: float
 ) -> tuple[tuple[views.StacksView, ...], int]:
-    """Poll until the stacks of all ranks have come, at most for ``wait`` seconds."""
+    """Poll for ``vitals stacks`` until all ranks' stacks have come, at most ``wait`` seconds."""
     give_up = time.monotonic() + wait
     while True:
         answers, world_size = look()
@@ -227,7 +227,7 @@ def _number(value: str, action: Action) -> float | None:
 
 
 def _answer(client: CollectorClient, sent: views.CommandView, wait: float) -> views.CommandView:
-    """Return the state of a command once it is final, or after ``wait`` seconds."""
+    """Return a `vitals command`'s state once it is final, or after ``wait`` seconds."""
     give_up = time.monotonic() + wait
     view = sent
     while view.status not in _ANSWERED and time.monotonic() < give_up:
@@ -241,7 +241,7 @@ def _answer(client: CollectorClient, sent: views.CommandView, wait: float) -> vi
 def _write_signed_command(
     folder: Path, run: str, request: views.CommandRequest
 ) -> views.CommandView:
-    """Sign the command with the run's key and write it to its directory, for a local agent."""
+    """Sign a `vitals command` with the run's key; write it to its directory, for a local agent."""
     from trainvitals.io.mailbox import sign_command
     from trainvitals.io.rundir import RunDir
     from vitals_collector.alerts.commands import (
@@ -265,7 +265,7 @@ def _write_signed_command(
 
 
 def _check_open(run: views.RunSummary) -> None:
-    """Refuse a command for a run that has ended; one without rows may return."""
+    """Refuse `vitals command` for a run that has ended; one without rows may return."""
     if run.state not in ("running", "lost"):
         raise UsageError(
             f"run {run.run_id} is {run.state}, so it cannot take a command",
@@ -280,6 +280,7 @@ def _check_rank(rank: int, world_size: int) -> None:
 
 
 def _write_commands(listed: tuple[views.CommandView, ...], form: Format) -> None:
+    """Print a table of the commands to a run, or their JSON."""
     rows = [
         (
             v.command.number,
@@ -327,6 +328,7 @@ def list_alerts(
 
 
 def _alerts_of(reader: Reader, run: str, state: Any) -> tuple[views.AlertView, ...]:
+    """Return the alerts of all runs for ``vitals alerts``, or of one run, in a state."""
     run_id = find_run(reader, run).run_id if run else ""
     return reader.ask(views.AlertsQuestion(run_id=run_id, state=state))
 
@@ -412,6 +414,7 @@ def unsilence(
 
 
 def _write_silences(listed: tuple[views.SilenceView, ...], form: Format) -> None:
+    """Print a table of silences for ``vitals alerts``, or their JSON."""
     rows = [
         (
             v.id,
@@ -463,7 +466,7 @@ def send_test_messages(
 
 
 def _fingerprint(client: CollectorClient, alert: str, run: str) -> str:
-    """Return the fingerprint of an alert given by name or by fingerprint.
+    """Return the fingerprint of an alert that ``vitals alerts`` got by name or by fingerprint.
 
     Raises:
         UsageError: several open alerts have the name.
@@ -489,6 +492,7 @@ def _fingerprint(client: CollectorClient, alert: str, run: str) -> str:
 
 
 def _write_alerts(listed: tuple[views.AlertView, ...], form: Format) -> None:
+    """Print a table of alerts for ``vitals alerts``, or their JSON."""
     rows = [
         (
             v.fingerprint,
@@ -513,13 +517,13 @@ def _write_alerts(listed: tuple[views.AlertView, ...], form: Format) -> None:
 
 
 def _default_folder(server: CollectorOptions) -> Path | None:
-    """Return the directory to read, if no collector was given and this user has none."""
+    """Return the directory that a command reads if no collector was given or is known."""
     return None if known_collector(server.collector) is not None else find_vitals_dir()
 
 
 @contextlib.contextmanager
 def _control_client(server: CollectorOptions, *, needs: str) -> Iterator[CollectorClient]:
-    """Give a client with the token that the call needs; it never comes from the command line."""
+    """Give a client with the token for a command; it never comes from the command line."""
     address = known_collector(server.collector, server.token_file)
     if address is None:
         raise UsageError(

@@ -64,6 +64,7 @@ def export(
 def _iter_column_chunks(
     reader: Reader, summary: views.RunSummary, stream: ExportStream
 ) -> Iterator[Columns]:
+    """Yield the columns of a stream of a run for ``vitals export``, in parts."""
     if stream == "steps" or stream == "ranks":
         yield from _iter_table_chunks(reader, summary, stream)
         return
@@ -76,6 +77,7 @@ def _iter_column_chunks(
 def _iter_table_chunks(
     reader: Reader, summary: views.RunSummary, table: Literal["steps", "ranks"]
 ) -> Iterator[Columns]:
+    """Yield the exported columns of a run's table, in parts of some steps."""
     names: tuple[str, ...] = ()
 
     def ask(first: int, last: int) -> Columns | None:
@@ -99,6 +101,7 @@ def _iter_table_chunks(
 def _iter_series_chunks(
     reader: Reader, summary: views.RunSummary, metric: str
 ) -> Iterator[Columns]:
+    """Yield the exported columns of one metric, in parts of some steps."""
     stream, _, name = metric.partition(".")
 
     def ask(first: int, last: int) -> Columns | None:
@@ -129,7 +132,7 @@ def _iter_series_chunks(
 
 
 def _query_in_parts(ask: Callable[[int, int], Columns | None], last_step: int) -> Iterator[Columns]:
-    """Yield the columns in parts, each with as many steps as a response can hold in full."""
+    """Yield exported columns in parts, each with as many steps as a response holds in full."""
     first, num_steps = -1, _ROWS // 2  # values from before the first step have step -1
     while first == -1 or first <= last_step:
         last = first + num_steps - 1
@@ -153,6 +156,7 @@ def _num_rows(columns: Columns) -> int:
 
 
 def _write_csv(stretches: Iterator[Columns], to: Any) -> None:
+    """Write exported columns as CSV, with one header."""
     is_first = True
     for columns in stretches:
         rows = zip(*columns.values(), strict=True)
@@ -168,7 +172,7 @@ def _arrow_type(arrow: Any, name: str, values: Sequence[object]) -> Any:
 
 
 def _check_output_path(path: Path, *, force: bool) -> Path:
-    """Return the path of a file that does not exist, or may be overwritten."""
+    """Return the path to export to: it does not exist, or may be overwritten."""
     if path.exists() and not force:
         raise UsageError(
             f"{path} exists", hint="write to another file, or overwrite it with --force"

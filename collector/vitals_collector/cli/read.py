@@ -58,7 +58,7 @@ def list_runs(
 
 
 def _runs_without_rows(opened: OpenedReader, listed: Collection[str]) -> dict[str, str]:
-    """Return the directory's runs without any rows to show, with a message for each."""
+    """Return the runs that `vitals runs` lists without any rows, with a message for each."""
     folder = opened.folder
     if folder is None:
         return {}

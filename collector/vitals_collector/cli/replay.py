@@ -88,18 +88,18 @@ class ReplayLogOptions:
     ] = None
 
     def columns(self) -> dict[str, str | None]:
-        """Return the options that name a column."""
+        """Return the options of `vitals replay` that name a log's column."""
         names = list(self.__dataclass_fields__)
         return {name: getattr(self, name) for name in names[names.index("step") :]}
 
     def log_option_names(self) -> list[str]:
-        """Return the given options that apply only to a log."""
+        """Return the given options of `vitals replay` that apply only to a log."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         names = [name for name, value in values.items() if value not in (None, False)]
         return [f"--{name.replace('_', '-')}" for name in names if name != "config"]
 
     def read(self, log: Path) -> tuple[Any, Any]:
-        """Return the log's history and its settings."""
+        """Return the log that a command names, and its settings."""
         importers = load_plugin("importers")
         history = importers.read_history(log, importers.ColumnChoice(**self.columns()))
         assumed = importers.Assumed(
@@ -145,6 +145,7 @@ def replay(
 
 
 def _reject_log_options(named: Sequence[str]) -> None:
+    """Refuse options of a log if `vitals replay` is given a run."""
     if named:
         raise UsageError(
             f"{', '.join(named)} apply only to a log; a run has these recorded",
@@ -153,7 +154,7 @@ def _reject_log_options(named: Sequence[str]) -> None:
 
 
 def _is_path(path: Path) -> bool:
-    """Return whether this is a path, not a run's name.
+    """Return whether `vitals replay` is given a path, not a run's name.
 
     Raises:
         UsageError: it can only be a path, and does not exist.
@@ -166,7 +167,7 @@ def _is_path(path: Path) -> bool:
 
 
 def _load_judge_settings(config: Path | None) -> "JudgeConfig":
-    """Return the settings of a run started here, with ``config`` instead of its settings file."""
+    """Return settings to replay with: a run's started here, ``config`` as its settings file."""
     from trainvitals.policy import load_judge_config
 
     environ = dict(os.environ)
@@ -186,6 +187,7 @@ def _replay_run(
     plot: Path | None,
     form: ReportFormat,
 ) -> None:
+    """Replay the stored run that a command names, and print what the judge decides."""
     from vitals_collector.cli.opening import choose_run
     from vitals_collector.ingest.folder import FolderIngest
     from vitals_collector.queries.open import OpenedReader
@@ -225,7 +227,7 @@ def _replay_run(
 
 
 def find_vitals_dir() -> Path | None:
-    """Return the directory of runs that VITALS_DIR names, or the one in the working directory."""
+    """Return the directory of runs for a command: VITALS_DIR's, or the working directory's one."""
     folder = Path(os.environ.get("VITALS_DIR") or DEFAULT_DIR)
     return folder if folder.is_dir() else None
 
@@ -234,6 +236,7 @@ def find_vitals_dir() -> Path | None:
 
 
 def _replay_history(history: Any, assumed: Any, plot: Path | None, form: ReportFormat) -> None:
+    """Replay a log that a command names, and print what the judge would decide."""
     from trainvitals.judged_log import export_judged_steps, judge_history
 
     importers = load_plugin("importers")
@@ -286,6 +289,7 @@ def _counts_line(judged_steps: "Sequence[JudgedStep]") -> str:
 def _write_judged_steps(
     judged_steps: "Sequence[JudgedStep]", body: dict[str, Any], form: ReportFormat
 ) -> None:
+    """Print the findings and decisions of `vitals replay` as a table or JSON."""
     if form == "json":
         write_json(body)
         return
@@ -295,7 +299,7 @@ def _write_judged_steps(
 
 
 def _replay_table_rows(judged_steps: "Sequence[JudgedStep]") -> list[tuple[object, ...]]:
-    """Return the table's lines: repeated entries are one line with their count."""
+    """Return the lines of `vitals replay`: repeated entries are one line with their count."""
     from trainvitals.judged_log import is_prevented_by_healthy_probe
 
     open_at: dict[str, list[Any]] = {}
@@ -346,6 +350,7 @@ def _reading_cells(read: "StateRead") -> tuple[str, str]:
 
 
 def _draw_plot(judged_steps: "Sequence[JudgedStep]", plot: Path, title: str) -> None:
+    """Write the SVG plot of `vitals replay`: the curves of judged steps, with marks."""
     from vitals_collector.report.curves import judged_curves, judged_marks
     from vitals_collector.report.svg_plot import curves_file
 

@@ -63,6 +63,7 @@ def show(
 
 
 def _series_columns(series: views.SeriesReply, form: TableFormat) -> dict[str, Sequence[object]]:
+    """Return the columns of `vitals show --metric`: one curve's values with steps and times."""
     marks = {(mark.step, mark.attempt): mark.kind for mark in series.nonfinite}
     points = zip(series.step, series.attempt, series.value, strict=True)
     values = [marks.get((s, a), "nan") if value is None else value for s, a, value in points]
@@ -77,7 +78,7 @@ def _series_columns(series: views.SeriesReply, form: TableFormat) -> dict[str, S
 def write_run(
     reader: Reader, run_id: str, form: TableFormat, to: TextIO, *, names: bool = False
 ) -> None:
-    """Write all data of a run except its curves' values; ``names`` lists all series."""
+    """Write a run's data for `vitals show` except its curves' values; ``names`` lists series."""
     detail = reader.ask(views.RunQuestion(run_id=run_id))
     ledger = reader.ask(views.DecisionsQuestion(run_id=run_id))
     saved = reader.ask(views.CheckpointsQuestion(run_id=run_id))
@@ -114,7 +115,7 @@ def write_run(
 
 
 def verdict_rows(verdict: views.VerdictView) -> list[tuple[str, object]]:
-    """Return the rows of the verdict; none for a run without an incident."""
+    """Return the verdict's rows for `vitals show`; none for a run without an incident."""
     if not verdict.incident_id:
         return []
     facts = verdict_facts(verdict).pairs
@@ -153,7 +154,7 @@ def _waits_traces_and_alerts(
 def _curve_plots(
     reader: Reader, detail: views.RunDetail, ledger: Sequence[views.DecisionView], to: TextIO
 ) -> list[str]:
-    """Return the plots of loss and gradient norm, as wide as the terminal."""
+    """Return the plots of loss and gradient norm for `vitals show`, as wide as the terminal."""
     from vitals_collector.report import curves, text_plot
 
     marks = curves.decision_marks(ledger)
@@ -170,7 +171,7 @@ def _curve_plots(
 
 
 def can_encode(to: TextIO, text: str) -> bool:
-    """Return whether the encoding of an output stream has all characters of a text."""
+    """Return whether the encoding of a command's output has all characters of a text."""
     try:
         text.encode(to.encoding or "utf-8")
     except (UnicodeEncodeError, LookupError):
@@ -179,17 +180,19 @@ def can_encode(to: TextIO, text: str) -> bool:
 
 
 def _color_marks(line: str) -> str:
-    """Color the rows below an axis: orange and blue are safe for most color-blind users."""
+    """Color rows below a terminal plot: orange and blue, safe for most color-blind users."""
     name, bar, marks = line.partition("|")
     color = _COLORS.get(name.strip())
     return line if color is None else f"{name}{bar}{typer.style(marks, fg=color, bold=True)}"
 
 
 def _series_count_text(metrics: Sequence[str]) -> str:
+    """Return how many series a run has, for `vitals show`, and the option that lists them."""
     return f"{len(metrics)}; --series lists them" if metrics else ""
 
 
 def _volume_rows(volume: views.RunVolume | None) -> list[tuple[str, object]]:
+    """Return the rows of `vitals show` on a run's bytes, its cap, and what was rolled up."""
     if volume is None:
         return []
     cap = f" of at most {volume.max_bytes}" if volume.max_bytes else ""
@@ -210,7 +213,7 @@ def _volume_rows(volume: views.RunVolume | None) -> list[tuple[str, object]]:
 
 
 def _learning_rates(reader: Reader, run: views.RunSummary) -> str:
-    """Return the learning rates of all groups at the last step."""
+    """Return the learning rates of all groups at the last step, for `vitals show`."""
     from vitals_collector.queries.why import learning_rates  # brings the store's packages
 
     if run.last_step < 0:

@@ -56,7 +56,7 @@ class StoreChoice:
 
     @contextmanager
     def open(self, *, with_rows: bool = True) -> "Iterator[Store]":
-        """Open the store; without its rows, it is not necessary to open the lake."""
+        """Open the store that a command names; without its rows, the lake need not be opened."""
         from vitals_collector.storage.store import DATABASE_FILE, open_data_store, open_store
 
         where = data_dir(self.data)
@@ -239,7 +239,7 @@ def pin(
 
 @contextmanager
 def _disk_space_hint() -> Iterator[None]:
-    """Add a hint to the error if there is not enough disk space even to delete the run."""
+    """Add a hint to `vitals store`'s error if the disk is too full even to delete the run."""
     from vitals_collector.numbers.interface import FULL
 
     try:
@@ -256,7 +256,7 @@ def _disk_space_hint() -> Iterator[None]:
 
 
 def data_dir(data: Path | None) -> Path:
-    """Return the collector's data directory: the given one, otherwise the default.
+    """Return the collector's data directory for a command: the given one, or the default.
 
     ``VITALS_COLLECTOR_URL`` may name it, as for commands that query a collector.
 
@@ -294,7 +294,7 @@ def _run_names(store: "Store") -> dict[str, str]:
 
 
 def find_run(store: "Store", id_or_name: str) -> str:
-    """Return the only run with that id, start of an id, or name."""
+    """Return the stored run that a command names: the only one with that id, its start, or name."""
     from vitals_collector.storage.store import UNKNOWN
 
     names = _run_names(store)
@@ -310,7 +310,7 @@ def find_run(store: "Store", id_or_name: str) -> str:
 
 
 def user() -> str:
-    """Return the user who runs this program, for the audit log."""
+    """Return the user who runs this command, for the audit log."""
     import getpass
 
     try:

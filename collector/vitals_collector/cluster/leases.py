@@ -86,7 +86,7 @@ class Lease:
         return self.epoch() is not None
 
     def renew_or_acquire(self) -> None:
-        """Renew the lease, or acquire it if it is free.
+        """Renew this collector's lease, or acquire it if it is free.
 
         Raises:
             StorageError: the database refused; a held lease stays until it expires.
@@ -162,7 +162,7 @@ class Lease:
 def acquire_leases(
     connection: Connection, names: Iterable[str], holder: str, *, is_held: bool
 ) -> dict[str, int]:
-    """Renew the holder's leases, or acquire those that have expired or whose process has ended.
+    """Renew the collector's leases, or acquire expired ones, or those of ended processes.
 
     Call it in a transaction. Return the epoch of each held lease, none of another collector's. An
     epoch stays if the holder never stopped to act as one (``is_held``).
@@ -189,7 +189,7 @@ def acquire_leases(
 
 
 def load_expired_leases(connection: Connection, prefix: str, seconds: float) -> list[str]:
-    """Return leases that expired in the last seconds: their holder died, or was offline.
+    """Return leases that expired in the last seconds: their collector died, or was offline.
 
     Not all, but this collector's share among all current holders.
     """
@@ -206,7 +206,7 @@ def load_expired_leases(connection: Connection, prefix: str, seconds: float) -> 
 
 
 def renew_leases(connection: Connection, holder: str, names: Collection[str]) -> dict[str, int]:
-    """Renew those of the names that the holder still has; return their epochs."""
+    """Renew those of the names whose lease the collector still has; return their epochs."""
     _limit_lock_time(connection)
     condition = (leases.c.holder == holder) & leases.c.name.in_(names)
     # In the order of ``acquire_leases``: it locks those as well that it does not get.
@@ -219,7 +219,7 @@ def renew_leases(connection: Connection, holder: str, names: Collection[str]) ->
 
 
 def holders_of(connection: Connection, names: Collection[str]) -> dict[str, str]:
-    """Return the last holder of each of the leases."""
+    """Return the last collector that held each of the leases."""
     query = select(leases.c.name, leases.c.holder).where(leases.c.name.in_(names))
     return {row.name: row.holder for row in connection.execute(query)}
 
@@ -235,7 +235,7 @@ def release_leases(connection: Connection, names: Collection[str], holder: str) 
 
 
 def lock_lease(connection: Connection, name: str, holder: str, epoch: int) -> None:
-    """Lock the lease until this transaction ends; StorageError if it has or had another holder."""
+    """Lock a collector's lease until the end of this transaction."""
     if not lock_held_leases(connection, {name: epoch}, holder):
         raise StorageError(
             f"another collector holds the lease {name}; this one held it as number {epoch}",
@@ -259,7 +259,7 @@ def lock_held_leases(connection: Connection, epochs: Mapping[str, int], holder: 
 
 
 def _limit_lock_time(connection: Connection) -> None:
-    """Limit how long a paused process can block leases in this transaction."""
+    """Limit how long a paused collector can block leases in this transaction."""
     connection.execute(text(f"SET LOCAL idle_in_transaction_session_timeout = '{IDLE_SECONDS}s'"))
 
 
@@ -298,7 +298,7 @@ FOR EACH ROW WHEN (NEW.commit_extra_info IS NOT NULL) EXECUTE FUNCTION vitals_fe
 
 
 def install_lake_fence(connection: Connection) -> None:
-    """Make the lake's catalog refuse commits of former owners, from now on.
+    """Make the lake's catalog refuse commits of former run owners, from now on.
 
     Leases and catalog are in the database of this connection, which is in a transaction.
     """
@@ -309,7 +309,7 @@ def install_lake_fence(connection: Connection) -> None:
 
 
 def fence_runs(connection: Connection, holder: str, epochs: Mapping[str, int]) -> None:
-    """Refuse commits under other epochs of the runs, once this transaction has ended."""
+    """Refuse former owners' commits: other epochs of the runs, once this transaction has ended."""
     rows = [
         {"name": _FENCE + run_id, "holder": holder, "epoch": epoch, "expires_unix_ns": 0}
         for run_id, epoch in sorted(epochs.items())  # in order, as in ``acquire_leases``

@@ -80,7 +80,7 @@ class RunOwners(RunClaims):
         self._thread = threading.Thread(target=self._run, name="vitals-owners", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread that renews the leases of this collector's runs."""
         self._thread.start()
 
     def close(self) -> None:
@@ -246,6 +246,7 @@ def _lease_end_ns(asked_ns: int) -> int:
 
 
 def _not_owner_error(run_id: str, url: str) -> NotOwnerError:
+    """Return the error that another collector owns the run, with its URL if it has one."""
     is_url = url.startswith(("http://", "https://"))
     where = url if is_url else f"the one on {url}"
     return NotOwnerError(

@@ -39,6 +39,6 @@ def write_reports(connection: Connection, bodies: Mapping[str, bytes]) -> None:
 
 
 def delete_reports(connection: Connection, run_ids: Iterable[str]) -> None:
-    """Delete the reports of runs."""
+    """Delete the run owners' reports of these runs."""
     names = [_REPORT + run_id for run_id in run_ids]
     connection.execute(delete(engine_state).where(engine_state.c.name.in_(names)))

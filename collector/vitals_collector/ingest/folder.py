@@ -69,7 +69,7 @@ class FolderIngest:
         return self._poll(stop or threading.Event(), self._note_unreadable)
 
     def follow(self, stop: threading.Event, *, interval_seconds: float = 0.5) -> None:
-        """Poll until told to stop; log an error once and retry, because a disk may come back."""
+        """Store new rows until told to stop; log an error once and retry: a disk may come back."""
         while not stop.is_set():
             try:
                 self._poll(
@@ -145,6 +145,7 @@ class FolderIngest:
         return num_new
 
     def _count_spool_damage(self, text: str) -> None:
+        """Count and log, once, damage in a spool whose rows are stored."""
         if self._log_once(text):
             with self._store.counters.lock:
                 self._store.counters.num_damaged += 1
@@ -200,7 +201,7 @@ class FolderIngest:
 def _next_batch_group(
     positioned_batches: Iterator[tuple[SpoolPosition, bytes]],
 ) -> list[tuple[SpoolPosition, bytes]]:
-    """Return the batches of one transaction, bounded by number and size; none at the end."""
+    """Return the batches to store in one transaction, up to a number and size; none at the end."""
     group: list[tuple[SpoolPosition, bytes]] = []
     num_bytes = 0
     for positioned_batch in positioned_batches:

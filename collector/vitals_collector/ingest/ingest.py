@@ -224,7 +224,7 @@ def store_bodies(
 
 
 def runs_in(checked: Iterable[Checked]) -> set[str]:
-    """Return the runs of the valid batches."""
+    """Return the runs of the verified batches."""
     return {batch.header.identity.run_id for batch in checked if isinstance(batch, Batch)}
 
 
@@ -290,7 +290,7 @@ def announce(store: Store, stored: Iterable[BatchResult]) -> None:
 
 
 def reply_to_body(stored: Sequence[BatchResult] | NotOwnerError) -> Answer:
-    """Return the response to a body, from the results of its batches, in order."""
+    """Return the response to an ingested body, from the results of its batches, in order."""
     if isinstance(stored, NotOwnerError):
         return stored
     first = stored[0].error
@@ -344,7 +344,7 @@ def _store_or_halve(written: _IngestTarget, batches: Sequence[Batch]) -> list[Ba
 
 
 def _is_batch_error(error: Exception) -> bool:
-    """Return whether the same batch would always fail; otherwise a later attempt can succeed."""
+    """Return whether storing a batch would always fail; otherwise a later attempt can succeed."""
     if isinstance(error, DBAPIError):
         # If another process is removing a run, its row is missing (foreign key): when the batch is
         # retried, it belongs to a removed run.
@@ -424,7 +424,7 @@ def _acknowledge_removed(batch: Batch) -> BatchResult:
 
 
 def drop_stored_rows(batch: Batch, offset: StreamOffset) -> BatchResult:
-    """Return the new rows of the batch, and advance its stream's offset past it."""
+    """Return the batch's rows that are not stored yet; advance its stream's offset past it."""
     header = batch.header
     num_ahead = header.first_seq - offset.last_seq - 1
     if num_ahead == 0 and header.stream_schema.stream != EVENTS:  # nearly always
@@ -459,7 +459,7 @@ def drop_stored_rows(batch: Batch, offset: StreamOffset) -> BatchResult:
 
 
 def _request_missing_rows(offset: StreamOffset, first_seq: int) -> BatchResult:
-    """Request the missing rows instead of storing later ones.
+    """Request the missing rows of a batch's stream instead of storing later ones.
 
     A collector that was restored from a backup, or whose disk has damaged a file, lacks rows that
     agents still have; a batch that was damaged in transit is resent.
@@ -471,7 +471,7 @@ def _request_missing_rows(offset: StreamOffset, first_seq: int) -> BatchResult:
 def _acknowledge_up_to_hole(
     known: BatchResult, batch: Batch, missing: Sequence[tuple[int, int]]
 ) -> BatchResult:
-    """Return the response to known rows before missing ones: the missing rows must be resent."""
+    """Return the response to a batch of known rows before missing ones, which must be resent."""
     last = batch.header.last_seq
     first = min((max(low, last + 1) for low, end in missing if end - 1 > last), default=None)
     if first is None:
@@ -490,7 +490,7 @@ _LOCK_SEED = 7_460_211
 
 
 def key_of(batch: Batch) -> StreamKey:
-    """Return the key of a batch's stream."""
+    """Return the key of a batch's stream, by which ingest finds its offset."""
     header = batch.header
     identity = header.identity
     return identity.run_id, identity.incarnation, header.stream_schema.stream
@@ -507,7 +507,7 @@ _MOST_REMEMBERED = 1 << 15
 def _take_offsets(
     connection: Connection, store: Store, keys: Iterable[StreamKey]
 ) -> dict[StreamKey, StreamOffset]:
-    """Return the offsets of these streams; an unknown stream has none.
+    """Return the offsets of batches' streams; an unknown stream has none.
 
     Their cache entries are removed until ``_cache_offsets``: after any error in between, the next
     call reads the database.
@@ -552,7 +552,7 @@ def _cache_offsets(store: Store, offsets: Iterable[StreamOffset]) -> None:
 
 
 def lock_runs(connection: Connection, run_ids: Iterable[str]) -> None:
-    """Wait until no other collector writes to these runs; hold them until the transaction ends.
+    """Wait until no other collector stores rows of these runs; hold them in this transaction.
 
     In order, so that two collectors do not block each other; and briefly, because a collector that
     was stopped in between loses its transaction before its leases end.
@@ -614,7 +614,7 @@ def _register_streams(
 
 
 def _check_offset(batch: Batch, offset: StreamOffset | None, principal: Principal) -> StreamOffset:
-    """Return the offset if the batch may move it.
+    """Return the stream's offset if the batch may move it.
 
     Raises:
         FormatError: the incarnation is known as another source, or could not be introduced.
@@ -637,7 +637,7 @@ def _check_offset(batch: Batch, offset: StreamOffset | None, principal: Principa
 
 
 def _check_gap(batch: Batch, offset: StreamOffset, received_unix_ns: int) -> None:
-    """Refuse rows whose numbers are further ahead than can have been lost since the last one.
+    """Refuse a batch's rows that are further ahead than can have been lost since the last one.
 
     The time in between comes from the rows themselves, made by one clock, but is limited to the
     past by our clock. Otherwise one batch with a huge number would end its stream: all later rows
@@ -687,7 +687,7 @@ def _source_row(identity: Identity) -> dict[str, str | int]:
 
 
 def _build_keyed_query(sql: str) -> dict[str, TextClause]:
-    """Return a statement about ``:keys``, a JSON list of lists, by dialect.
+    """Return an ingest statement about ``:keys``, a JSON list of lists, by dialect.
 
     All in one parameter: a statement with one parameter per key costs more than the rows.
     """
@@ -723,7 +723,7 @@ _BOUNDED = (
 
 
 def _load_removed_runs(connection: Connection, of: Iterable[Batch]) -> dict[str, int]:
-    """Return which of the batches' runs were removed, and when."""
+    """Return which of the received batches' runs were removed, and when."""
     ids = sorted({batch.header.identity.run_id for batch in of})
     if not ids:
         return {}
@@ -742,7 +742,7 @@ def is_being_removed() -> ColumnElement[bool]:
 
 
 def is_of_removed_run(batch: Batch, removed: Mapping[str, int]) -> bool:
-    """Return whether the batch belongs to a start before its run was removed."""
+    """Return whether a received batch belongs to a start before its run was removed."""
     identity = batch.header.identity
     return identity.run_id in removed and identity.started_unix_ns <= removed[identity.run_id]
 
@@ -821,7 +821,7 @@ def _foreign_run_error(identity: Identity, principal: Principal) -> ForeignBatch
 def _foreign_incarnation_error(
     identity: Identity, principal: Principal, begun_with: tuple[str, str]
 ) -> ForeignBatchError | None:
-    """Return the error if another sender started the incarnation, with this token and key hash."""
+    """Return a batch's error if a sender with another token or key started its incarnation."""
     token_id, writer_key_hash = begun_with
     if principal.writes_all:
         return None
@@ -848,7 +848,7 @@ def _foreign_incarnation_error(
 
 
 def check_batches(raws: Sequence[bytes]) -> list[Checked]:
-    """Return each batch decoded and verified, or its error in its place."""
+    """Return each received batch decoded and verified, or its error in its place."""
     checked: list[Checked] = []
     for raw in raws:
         try:
@@ -870,7 +870,7 @@ def check_batches(raws: Sequence[bytes]) -> list[Checked]:
 
 
 def summarize(batches: Sequence[Batch]) -> list[BatchSummary]:
-    """Return the data about each batch's rows."""
+    """Return the data about each received batch's rows."""
     summaries: dict[int, BatchSummary] = {}
     for schema, which in _by_schema(batches):
         of_schema = _summarize_batches(schema, [batches[i] for i in which])
@@ -879,7 +879,7 @@ def summarize(batches: Sequence[Batch]) -> list[BatchSummary]:
 
 
 def _by_schema(batches: Sequence[Batch]) -> Iterator[tuple[Schema, list[int]]]:
-    """Yield every schema with the positions of its batches."""
+    """Yield every schema with the positions of its received batches."""
     places_by_schema: dict[int, list[int]] = {}
     schemas = [id(batch.header.stream_schema) for batch in batches]
     for schema, places in groupby(range(len(schemas)), schemas.__getitem__):
@@ -909,7 +909,7 @@ def _summarize_batches(schema: Schema, batches: Sequence[Batch]) -> list[BatchSu
 def _last_step_values(
     schema: Schema, rows: npt.NDArray[np.void]
 ) -> Iterator[tuple[int | float | str | None, ...]]:
-    """Yield the numbers of each row for the list of runs; NaN as text, which SQLite can store."""
+    """Yield received rows' numbers for the list of runs; NaN as text, which SQLite can store."""
     columns: list[list[Any]] = [
         column_of(schema, rows, name)[0].tolist() for name in ("step", "attempt", "time_unix_ns")
     ]
@@ -935,7 +935,7 @@ def _join_rows(
 
 
 def _validity_as_ints(bit_words: npt.NDArray[np.uint64]) -> list[int]:
-    """Return each row's validity bits as one integer."""
+    """Return the validity bits of each received row as one integer."""
     if bit_words.shape[1] == 1:
         numbers: list[int] = bit_words[:, 0].tolist()
         return numbers
@@ -968,7 +968,7 @@ def _find_row_errors(schema: Schema, batches: Sequence[Batch]) -> Iterator[tuple
 
 
 def _schema_error_text(schema: Schema) -> str:
-    """Return a sentence about an invalid column; empty if all are valid."""
+    """Return a sentence about an invalid column of a batch; empty if all are valid."""
     kinds = _KINDS.get(schema.stream, {})
     for name, kind in ((column.name, column.kind) for column in schema.columns):
         if len(name) > _MAX_NAME:
@@ -998,7 +998,7 @@ def _has_valid_checksums(schema: Schema, rows: bytes) -> bool:
 def _record_batches(
     connection: Connection, accepted: Sequence[tuple[Batch, StreamOffset]], received_unix_ns: int
 ) -> None:
-    """Record the streams' offsets, their columns, and the activity of sources."""
+    """Record stored batches: the streams' offsets and columns, and the sources' activity."""
     batches = [batch for batch, _ in accepted]
     offsets = [offset for _, offset in accepted]
     summaries = summarize(batches)
@@ -1026,7 +1026,7 @@ def _record_batches(
 def _note_columns(
     connection: Connection, batches: Sequence[Batch], summaries: Sequence[BatchSummary]
 ) -> None:
-    """Write the measured columns; mostly they are known, and nothing is written."""
+    """Write the measured columns of stored batches; mostly known, so that nothing is written."""
     bits: dict[tuple[str, int], int] = {}
     schemas = {id(batch.header.stream_schema): batch.header.stream_schema for batch in batches}
     for batch, summary in zip(batches, summaries, strict=True):

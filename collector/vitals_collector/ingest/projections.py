@@ -95,24 +95,24 @@ def note_processes(
 
 
 def loss_kind_of(connection: Connection, run_id: str) -> str:
-    """Return the loss kind that the run reported; "minimize" if it reported none."""
+    """Return the loss kind that the run's start event reported; "minimize" if it reported none."""
     body = connection.execute(select(runs.c.info).where(runs.c.run_id == run_id)).scalar()
     kind = _decode_info(body).judge.get("loss_kind") if body else None
     return kind if isinstance(kind, str) else "minimize"
 
 
 def stored_info(connection: Connection, run_id: str) -> bytes | None:
-    """Return the information that the run reported at its start, as stored; None if none is."""
+    """Return the information of the run's start event as stored; None if none is."""
     return connection.execute(select(runs.c.info).where(runs.c.run_id == run_id)).scalar() or None
 
 
 def task_of(info: bytes) -> str:
-    """Return the kind of post-training in a run's stored information; empty without one."""
+    """Return the kind of post-training in a stored start event's information; empty without one."""
     return _decode_info(info).task
 
 
 def describe_event(event: Event | None) -> str:
-    """Return a display line for the event."""
+    """Return a display line for a stored event."""
     match event:
         case None:
             return "an event of a type that this version does not know"
@@ -165,7 +165,7 @@ def describe_event(event: Event | None) -> str:
 
 
 def describe_samples(batch: BatchNoted) -> str:
-    """Return a sentence about the training samples of a noted batch."""
+    """Return a sentence about the training samples of a batch that a stored event notes."""
     if not batch.sample_ids:
         return "samples not known"
     shown = ", ".join(str(sample_id) for sample_id in batch.sample_ids[:MAX_SAMPLES])
@@ -192,7 +192,7 @@ def _event_row(identity: Identity, row: EventRow) -> dict[str, Any]:
 def _run_started(
     connection: Connection, identity: Identity, row: EventRow, event: RunStarted
 ) -> None:
-    """Store the attributes that the run reported at its start."""
+    """Store the attributes of a run, from the event at its start."""
     info = event.info
     first = case(
         (runs.c.info_unix_ns == 0, row.time_unix_ns),
@@ -220,7 +220,7 @@ def _run_started(
 def _attempt_started(
     connection: Connection, identity: Identity, row: EventRow, event: AttemptStarted
 ) -> None:
-    """Store an attempt of the run."""
+    """Store an attempt of the run, from the event at its start."""
     values = {
         "run_id": identity.run_id,
         "id": event.id,
@@ -235,7 +235,7 @@ def _attempt_started(
 def _names_defined(
     connection: Connection, identity: Identity, _row: EventRow, event: NamesDefined
 ) -> None:
-    """Store the names that a writer gave to its layers or scalars."""
+    """Store the names that a writer gave to its layers or scalars, from its event."""
     key = {
         "run_id": identity.run_id,
         "incarnation": identity.incarnation,
@@ -248,7 +248,7 @@ def _names_defined(
 def _finding_raised(
     connection: Connection, identity: Identity, row: EventRow, event: FindingRaised
 ) -> None:
-    """Store a rank's finding."""
+    """Store a rank's finding, from a received event."""
     values = _event_key(identity, row) | finding_columns(event.finding, row.attempt)
     connection.execute(findings.insert().values(values))
 
@@ -269,7 +269,7 @@ def finding_columns(finding: Finding, attempt: int) -> dict[str, Any]:
 def _decision_made(
     connection: Connection, identity: Identity, row: EventRow, event: DecisionMade
 ) -> None:
-    """Store a decision of the policy."""
+    """Store a decision of the policy, from a received event."""
     decision = event.decision
     values = _event_key(identity, row) | {
         "ledger_seq": decision.ledger_seq,
@@ -326,7 +326,7 @@ def _checkpoint_changed(
 
 
 def _run_ended(connection: Connection, identity: Identity, row: EventRow, event: RunEnded) -> None:
-    """Store how and why a writer of the run ended."""
+    """Store how and why a writer of the run ended, from its last event."""
     conditions = (
         sources.c.run_id == identity.run_id,
         sources.c.incarnation == identity.incarnation,

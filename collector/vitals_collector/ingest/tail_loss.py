@@ -36,7 +36,7 @@ Version = tuple[int, int, int]
 
 
 def num_lost_rows() -> ColumnElement[int]:
-    """Return the number of lost rows of a stream: in its gaps, and at its end."""
+    """Return how many rows of a stored stream are lost: in its gaps, and at its end."""
     last, promised = streams.c.last_seq, streams.c.expected_seq
     return streams.c.num_lost + case((promised > last, promised - last), else_=0)
 
@@ -93,7 +93,7 @@ class LostRowCounter:
         self._compared[spool] = version
 
     def _record_lost_rows(self, spool: Path, promised: dict[StreamKey, int]) -> None:
-        """Store up to which row each stream was written, and count the lost rows."""
+        """Store up to which row a spool's streams were written; count those not stored."""
         with self._store.write() as connection:
             lost = _count_lost_rows(connection, promised) or {}
             rows = [
@@ -115,13 +115,13 @@ class LostRowCounter:
 
 
 def _is_spool_complete(spool: Path, now: float) -> bool:
-    """Return whether a spool and its state have not changed for a while."""
+    """Return whether a spool to store and its state have not changed for a while."""
     newest = max((number for number, _ in spool_files(spool)), default=-1)
     return is_unchanged(spool / STATE_FILE, now) and is_settled(spool, newest, now)
 
 
 def _has_removed_files(spool: Path, state: SpoolState) -> bool:
-    """Return whether the spool's owner has removed files: their rows were sent, or counted."""
+    """Return whether the spool's agent removed files: their rows were sent, or counted."""
     first = min((number for number, _ in spool_files(spool)), default=state.acked.file)
     return 0 < first <= state.acked.file
 
@@ -150,7 +150,7 @@ def _is_incarnation(text: str) -> bool:
 def _count_lost_rows(
     connection: Connection, promised: dict[StreamKey, int]
 ) -> dict[StreamKey, int] | None:
-    """Return unreported missing rows by stream; None if the run is unknown."""
+    """Return by stream the missing rows that were not stored or reported; None: unknown run."""
     run_ids = {run_id for run_id, _, _ in promised}
     if not run_ids:
         return {}

@@ -68,7 +68,7 @@ class ChunkStats(NamedTuple):
 def compute_chunk_stats(
     stream: str, rows: StreamRows, columns: Mapping[str, ColumnValues]
 ) -> ChunkStats:
-    """Return the entries of all columns, and those of ``ROWS``."""
+    """Return the chunk statistics of all columns, and those of ``ROWS``."""
     stretch = _chunk_numbers(stream, rows)
     last_seq = rows.seq[np.append(np.flatnonzero(np.diff(stretch)), len(stretch) - 1)]
     everything = np.arange(len(stretch))
@@ -82,7 +82,7 @@ def compute_chunk_stats(
 
 
 def _chunk_numbers(stream: str, rows: StreamRows) -> Ints:
-    """Return the number of each row's chunk."""
+    """Return the number of each row's chunk, by which statistics are computed."""
     is_host = stream in HOST_STREAMS
     along = rows.time_unix_ns // _HOST_CHUNK_NS if is_host else rows.step // CHUNK_STEPS
     is_new = np.diff(rows.writer) != 0

@@ -101,7 +101,7 @@ class Lake(OpenLake):
         """Holes that agents were asked to fill, and when they may be asked again."""
 
     def close(self) -> None:
-        """Finish the current operation and close the catalogue."""
+        """Finish the current operation and close the lake's catalog."""
         self.engine.close()
 
     # --------------------------------------------------------------------------------- writing
@@ -140,7 +140,7 @@ class Lake(OpenLake):
         epochs: Mapping[str, int],
         also: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make one commit of rows, marks and what ``also`` does."""
+        """Commit rows to the lake, with their marks and what ``also`` does."""
         groups = list(by_schema(parts))
         for group in groups:
             self._ensure_columns(group[0].batch.header.stream_schema)
@@ -445,6 +445,7 @@ class Lake(OpenLake):
 
 
 def _stream_key(batch: Batch) -> StreamKey:
+    """Return the key by which the lake numbers the rows of a batch's stream."""
     header = batch.header
     return header.identity.run_id, header.identity.incarnation, header.stream
 
@@ -459,12 +460,12 @@ class _StreamState(NamedTuple):
     """The first number that was stored in a hole."""
 
     def missing_seqs(self, first: int, end: int) -> list[tuple[int, int]]:
-        """Return which of these numbers are missing."""
+        """Return which of these row numbers are missing in the lake."""
         missing = ((max(first, low), min(end, high)) for low, high in self.holes)
         return [(low, high) for low, high in missing if low < high]
 
     def without(self, filled: Sequence[tuple[int, int]]) -> "_StreamState":
-        """Return the state with these numbers no longer missing."""
+        """Return the state after the lake has got these missing row numbers."""
         holes = self.holes
         for first, end in filled:
             sides = [((low, min(high, first)), (max(low, end), high)) for low, high in holes]
@@ -478,7 +479,7 @@ class _StreamState(NamedTuple):
 def _column_types_by_run(
     groups: Sequence[Sequence[NewRows]],
 ) -> dict[str, dict[str, set[tuple[str, str]]]]:
-    """Return by run and stream the columns of the rows, with their types."""
+    """Return by run and stream the columns of rows for the lake, with their types."""
     written: dict[str, dict[str, set[tuple[str, str]]]] = defaultdict(dict)
     for group in groups:
         schema = group[0].batch.header.stream_schema

@@ -36,18 +36,19 @@ class DamagedFile(NamedTuple):
 
     @property
     def table(self) -> str:
-        """Table of the file: a stream, or one of the lake's own tables."""
+        """Return the table of the file: a stream, or one of the lake's own tables."""
         return self.path.partition("/")[0]
 
 
 def find_damaged_files(engine: LakeEngine, catalogue: Catalogue) -> list[DamagedFile]:
-    """Read every file; return those that are damaged or missing."""
+    """Read every file of the lake; return those that are damaged or missing."""
     catalogue.reload()
     paths = engine.files.check((*catalogue.places, OUTLINES, MARKS, NEW_MARKS, LEVELLED))
     return [_describe_damaged_file(engine, catalogue, path) for path in paths]
 
 
 def _describe_damaged_file(engine: LakeEngine, catalogue: Catalogue, path: str) -> DamagedFile:
+    """Return a damaged file of the lake with the runs and rows that the catalog lists for it."""
     name = path.partition("/")[2]
     column_stats = engine.ask(
         f"SELECT d.record_count AS num, c.column_name AS name, s.min_value, s.max_value"
@@ -74,7 +75,7 @@ _DATA_FILE = (
 
 
 def files_without_checksum(engine: LakeEngine) -> list[str]:
-    """Return the files of the current snapshot without a checksum, which cannot be verified."""
+    """Return files of the lake's current snapshot without a checksum, so not verifiable."""
     is_live = f"WHERE d.end_snapshot IS NULL AND t.table_name <> '{CHECKSUMS}'"
     paths = set(engine.ask(file_paths_sql(is_live))["path"].to_pylist())
     return sorted(paths - engine.files.summed())
@@ -140,6 +141,7 @@ def _end_files(engine: LakeEngine, names: Sequence[str]) -> None:
 
 
 def _sql_placeholders(values: Sequence[object]) -> str:
+    """Return the placeholders for values in the SQL about damaged files."""
     return ", ".join("?" * len(values))
 
 
@@ -150,7 +152,7 @@ def _recompute_metadata(
     damaged: Iterable[DamagedFile],
     streams: set[str],
 ) -> None:
-    """Make marks, holes and chunk statistics of these runs match the remaining rows."""
+    """Make the lake's marks, holes and chunk statistics of these runs match the remaining rows."""
     listed = ", ".join(map(str, numbers))
     with engine.transaction():
         marks: dict[tuple[int, str, str], tuple[str, int]] = {}
@@ -198,7 +200,7 @@ def _find_holes(
     first: int,
     last: int,
 ) -> list[_Hole]:
-    """Return the numbers between two that no row has although the mark is above them.
+    """Return the row numbers that a damaged lake lacks between two, although the mark is above.
 
     Numbers of rows that were rolled up or downsampled are not missing.
     """
@@ -244,7 +246,7 @@ def _rolled_up_spans(
 
 
 def _merge_holes(holes: Iterable[_Hole]) -> list[_Hole]:
-    """Return the same numbers in holes that do not touch."""
+    """Return the same row numbers of a damaged lake in holes that do not touch."""
     joined: list[_Hole] = []
     for hole in sorted(holes):
         before = joined[-1] if joined else None
@@ -262,7 +264,7 @@ def record_filled_holes(
     first: int,
     holes: Sequence[tuple[int, int]],
 ) -> None:
-    """Note, in a commit, which holes a writer has left, and that rows from ``first`` on are new.
+    """Note, in a commit, a writer's remaining holes, and that rows from ``first`` on are new.
 
     Rows after them get their statistics again: progress is one number per writer.
     """

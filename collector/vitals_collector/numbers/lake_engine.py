@@ -63,11 +63,11 @@ class LocalFileStore:
         self._inode = 0
 
     def prepare_connection(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Cache no files in memory: the system's own cache has them, and frees them if needed."""
+        """Let DuckDB cache no files in memory: the system's cache does, and frees if needed."""
         connection.execute("SET enable_external_file_cache = false")
 
     def prepare(self) -> None:
-        """Create the directories for this user only, and treat existing files as synced.
+        """Create the lake's directories for this user only; treat existing files as synced.
 
         Raises:
             InsecurePathError: another user created one of them.
@@ -81,7 +81,7 @@ class LocalFileStore:
         self._inode = self._tables.stat().st_ino
 
     def check_place(self) -> None:
-        """Raise StorageError if the directory was deleted, or replaced by a new one."""
+        """Raise StorageError if the lake's directory was deleted, or replaced by a new one."""
         try:
             inode = self._tables.stat().st_ino
         except OSError as error:
@@ -96,14 +96,14 @@ class LocalFileStore:
             )
 
     def has_files(self) -> bool:
-        """Return whether ``prepare`` found files of rows."""
+        """Return whether ``prepare`` found files with the lake's rows."""
         return any(self._synced.values())
 
     def on_transaction_start(self) -> None:
-        """Do nothing: existing files are known."""
+        """Do nothing: the lake's existing files are known."""
 
     def written(self, statements: Sequence[str]) -> list[str]:
-        """Return the files since ``on_transaction_start``, synced; another collector's too."""
+        """Return the lake's new files, synced; another collector's may be among them."""
         paths = []
         for folder in self._tables.iterdir():
             names = {entry.name for entry in os.scandir(folder)}
@@ -118,7 +118,7 @@ class LocalFileStore:
         return paths
 
     def crc(self, path: str) -> int | None:
-        """Return a file's checksum; None if it is missing or unreadable."""
+        """Return the checksum of a lake's file; None if it is missing or unreadable."""
         crc = 0
         try:
             with (self._tables / path).open("rb") as file:
@@ -129,18 +129,18 @@ class LocalFileStore:
         return crc
 
     def state(self, table: str) -> int | None:
-        """Return a number that changes with the table's files: a time; None without files."""
+        """Return the change time of the directory of the lake's table; None without one."""
         try:
             return (self._tables / table).stat().st_mtime_ns
         except FileNotFoundError:
             return None
 
     def paths(self, table: str) -> set[str]:
-        """Return the table's files, including those to be deleted or not committed yet."""
+        """Return the files in the directory of the lake's table."""
         return {f"{table}/{entry.name}" for entry in os.scandir(self._tables / table)}
 
     def defer_checksums(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Store each checksum in a separate file."""
+        """Store each checksum of the lake's files in a separate file."""
         for path, crc in checksums:
             file = self._aside / path.replace("/", _SLASH)
             file.write_text(str(crc))
@@ -148,7 +148,7 @@ class LocalFileStore:
         sync_path(self._aside)
 
     def deferred_checksums(self) -> list[tuple[str, int]]:
-        """Return the checksums in separate files."""
+        """Return the checksums of the lake's files that are in separate files."""
         checksums = []
         for file in self._aside.iterdir():
             with suppress(OSError, ValueError):  # torn before its commit
@@ -156,7 +156,7 @@ class LocalFileStore:
         return checksums
 
     def delete_deferred(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Delete these files."""
+        """Delete the separate files with these checksums of the lake's files."""
         for path, _ in checksums:
             (self._aside / path.replace("/", _SLASH)).unlink(missing_ok=True)
 
@@ -181,7 +181,7 @@ class S3FileStore:
         self._began = (0.0, 0.0)
 
     def prepare_connection(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Give a connection the keys of the environment, and a cache for data that it reads.
+        """Give a DuckDB connection the environment's keys, and a cache for data that it reads.
 
         Raises:
             UsageError: they are not there.
@@ -199,18 +199,18 @@ class S3FileStore:
         )
 
     def check_place(self) -> None:
-        """Do nothing: each commit reports a bucket that does not respond."""
+        """Do nothing: each commit to the lake reports a bucket that does not respond."""
 
     def prepare(self) -> None:
-        """Check that the bucket responds."""
+        """Check that the lake's bucket responds."""
         self._ask(f"SELECT file FROM glob('{self.root}main/runs/*') LIMIT 1")
 
     def on_transaction_start(self) -> None:
-        """Record the time: the names of files start with it."""
+        """Record the time: the names of the lake's new files start with it."""
         self._began = time.time() * 1000, time.monotonic() * 1000
 
     def written(self, statements: Sequence[str]) -> list[str]:
-        """Return the files of this time in the tables that the statements name."""
+        """Return the lake's files of this time in the tables that the statements name."""
         tables = {table for sql in statements for table in _WRITES.findall(sql)}
         if not tables:
             return []
@@ -230,7 +230,7 @@ class S3FileStore:
         ]
 
     def crc(self, path: str) -> int | None:
-        """Return a file's checksum; None if it is missing although its bucket exists.
+        """Return a lake file's checksum; None if it is missing although its bucket exists.
 
         Raises:
             StorageError: S3 did not respond, or not with the file.
@@ -250,12 +250,12 @@ class S3FileStore:
         return int(newest["newest"][0].as_py())
 
     def paths(self, table: str) -> set[str]:
-        """Return the table's files in the catalogue."""
+        """Return the files of a table in the lake's catalog."""
         query = file_paths_sql(f"WHERE t.table_name = '{table}'")
         return set(_first_column_texts(self._ask(query)))
 
     def defer_checksums(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Store each checksum in a separate object."""
+        """Store each checksum of the lake's files in a separate object of the bucket."""
         for path, crc in checksums:
             self._ask(
                 f"COPY (SELECT {crc}) TO '{self._checksum_path(path)}/crc' (FORMAT csv, "
@@ -263,7 +263,7 @@ class S3FileStore:
             )
 
     def deferred_checksums(self) -> list[tuple[str, int]]:
-        """Return the checksums in separate objects."""
+        """Return the checksums of the lake's files that are in separate objects."""
         read = self._ask(f"SELECT filename, content FROM read_text('{self._url}/checksums/*/crc')")
         return [
             (name.split("/")[-2].replace(_SLASH, "/"), int(content))
@@ -271,7 +271,7 @@ class S3FileStore:
         ]
 
     def delete_deferred(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Delete these objects: DuckDB does it before it writes a directory, here an empty one."""
+        """Delete checksum objects: DuckDB does so before writing a directory, here an empty one."""
         for path, _ in checksums:
             self._ask(
                 f"COPY (SELECT 0 AS crc, 0 AS part WHERE false) TO '{self._checksum_path(path)}'"
@@ -279,6 +279,7 @@ class S3FileStore:
             )
 
     def _checksum_path(self, path: str) -> str:
+        """Return the path in the bucket of the checksum of a lake's file."""
         return f"{self._url}/checksums/{path.replace('/', _SLASH)}"
 
 
@@ -321,6 +322,7 @@ def _s3_secret_options() -> list[tuple[str, str]]:
 
 
 def _s3_endpoint_url() -> str:
+    """Return the URL of the S3 server that has the lake's bucket; "" for Amazon's."""
     value = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     parts = urlsplit(value)
     if value and (parts.scheme not in ("http", "https") or not parts.netloc or "@" in value):
@@ -332,7 +334,7 @@ def _s3_endpoint_url() -> str:
 
 
 def redact_s3_keys(text: str) -> str:
-    """Return a message without the S3 keys."""
+    """Return a message of the lake without the S3 keys."""
     for name in (_ID, _SECRET, _TOKEN):
         if value := os.environ.get(name):
             text = text.replace(value, "***")
@@ -349,14 +351,14 @@ _REFUSALS = (
 
 
 def s3_hint(text: str) -> str:
-    """Return what to do about an error of S3; "" for others."""
+    """Return what to do about an error of the lake's S3 bucket; "" for others."""
     if "HTTP" not in text:
         return ""
     return next((hint for sign, hint in _REFUSALS if sign in text), "")
 
 
 def known_bucket(catalogue: Path) -> str:
-    """Return the bucket in a SQLite catalog; "" if it names a directory or does not exist."""
+    """Return the bucket in the lake's SQLite catalog; "" for a directory or a missing catalog."""
     if not catalogue.is_file():
         return ""
     try:
@@ -374,7 +376,7 @@ def bucket_of(root: str) -> str:
 
 
 def sync_path(path: Path) -> None:
-    """Sync a file, or the names in a directory, to disk."""
+    """Sync a file of the lake, or the names in a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -432,20 +434,20 @@ class FileChecksums:
         """By table, the state of its directory when it was last listed."""
 
     def checksum_new_file(self, path: str) -> tuple[str, int]:
-        """Return a new file's path and checksum; it is believed from now on."""
+        """Return path and checksum of the lake's new file; it is believed from now on."""
         checksum = self._place.crc(path)
         with self._lock:
             self._whole.add(path)
         return path, -1 if checksum is None else checksum
 
     def check_files_of_runs(self, table: str, *runs: int) -> None:
-        """Check each file that may hold rows of the runs once; raise StorageError for damage."""
+        """Check the files of a lake's table that may hold rows of the runs, each once."""
         self._check_needed_files(
             table, lambda _, bounds: any(bounds.min_run <= run <= bounds.max_run for run in runs)
         )
 
     def check_small_files(self, table: str, num_bytes: int) -> None:
-        """Raise StorageError if a file of the table, up to this size, is damaged."""
+        """Verify the files of a lake's table up to this size."""
         self._check_needed_files(table, lambda _, bounds: bounds.num_bytes <= num_bytes)
 
     def _check_needed_files(
@@ -480,7 +482,7 @@ class FileChecksums:
             )
 
     def check(self, tables: Iterable[str]) -> list[str]:
-        """Read every live file again; return the damaged ones. Other work continues."""
+        """Read every live file of the lake again; return the damaged ones. Other work continues."""
         live = {
             path: bounds
             for table in tables
@@ -492,7 +494,7 @@ class FileChecksums:
             return sorted(self._damaged.keys() & live.keys())
 
     def live(self, paths: Iterable[str]) -> set[str]:
-        """Return which of these files are in the catalogue."""
+        """Return which of these files are in the lake's catalog."""
         listed = set(paths)
         tables = {path.partition("/")[0] for path in listed}
         return {
@@ -508,14 +510,14 @@ class FileChecksums:
         return {*stored, *(path for path, _ in self._place.deferred_checksums())}
 
     def forget(self, paths: Iterable[str]) -> None:
-        """Drop files from the cache."""
+        """Drop the lake's files from the cache."""
         with self._lock:
             for path in paths:
                 self._damaged.pop(path, None)
                 self._dead.add(path)
 
     def _discover_files(self, table: str) -> None:
-        """Find files that were added since the last listing."""
+        """Find the files that were added to the lake since the last listing."""
         state = self._place.state(table)
         if state is None or state == self._seen_at.get(table):
             return
@@ -536,7 +538,7 @@ class FileChecksums:
             self._seen_at[table] = state
 
     def list_table_files(self, table: str) -> list[tuple[str, bool, _FileBounds]]:
-        """Return the path of each file of a table, whether it is live, and its bounds."""
+        """Return path, whether it is live, and bounds of each file of a lake's table."""
         rows = self._ask(_LIVE.format(table=table)).to_pylist()
         return [
             (
@@ -552,7 +554,7 @@ class FileChecksums:
         ]
 
     def _check(self, files: Mapping[str, _FileBounds]) -> None:
-        """Read files, and remember which are whole."""
+        """Read the lake's files, and remember which are whole."""
         if not files:
             return
         listed = ", ".join(f"'{path}'" for path in files)
@@ -639,6 +641,7 @@ class LakeEngine:
         self.execute(f"CREATE TABLE IF NOT EXISTS {CHECKSUMS} ({CHECKSUM_COLUMNS})")
 
     def _attach_lake(self) -> duckdb.DuckDBPyConnection:
+        """Open DuckDB with the lake and its catalog attached."""
         root = connect_duckdb()
         catalogue, folder = self._catalogue, self.folder
         scanner = "postgres_scanner" if catalogue else "sqlite_scanner"
@@ -833,6 +836,7 @@ class LakeEngine:
                 self._insert_checksums(self._kept_checksums)
 
     def _insert_checksums(self, checksums: Sequence[tuple[str, int]]) -> None:
+        """Add the checksums of files to the lake's table of them."""
         paths, crcs = zip(*checksums, strict=True)
         self.insert(CHECKSUMS, pa.table({"path": list(paths), "crc": list(crcs)}))
 
@@ -920,7 +924,7 @@ def connect_duckdb(**more: bool) -> duckdb.DuckDBPyConnection:
 def _hold_catalog_open(
     root: duckdb.DuckDBPyConnection, catalogue: Path
 ) -> duckdb.DuckDBPyConnection:
-    """Keep a SQLite catalog open in its current state until the returned connection is closed.
+    """Keep the lake's SQLite catalog open as it is until the returned connection is closed.
 
     It has a WAL, so that a query can read during a write. Each query and each commit opens and
     closes it. The last one to close it removes the WAL under a lock; a query that arrives at that
@@ -942,7 +946,7 @@ def _hold_catalog_open(
 
 
 def find_duckdb_extension(name: str) -> Path:
-    """Return the file of an extension, which is a package with DuckDB's own version.
+    """Return the file of a DuckDB extension for the lake: a package with DuckDB's own version.
 
     Raises:
         MissingDependencyError: it is not installed.
@@ -962,7 +966,7 @@ def find_duckdb_extension(name: str) -> Path:
 
 
 def escape_sql(text: str) -> str:
-    """Return a text escaped for SQL quotes."""
+    """Return a text escaped for quotes in DuckDB's SQL."""
     return text.replace("'", "''")
 
 

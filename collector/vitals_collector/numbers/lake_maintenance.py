@@ -57,7 +57,7 @@ _MOST_VALUES = 4 << 20
 
 
 def create_chunk_stats_table(engine: LakeEngine, tables: Collection[str]) -> None:
-    """Create the table if the lake does not have it."""
+    """Create the table of chunk statistics if the lake does not have it."""
     if OUTLINES in tables:
         return
     listed = ", ".join(f"{name} {kind}" for name, kind in {**_KEYS, **_NUMBERS}.items())
@@ -106,6 +106,7 @@ def _add_chunk_stats_of_run(
     done: Mapping[tuple[str, str], int],
     end: float,
 ) -> bool:
+    """Add the missing chunk statistics of a run; return whether all were done by ``end``."""
     for stream in STREAMS:
         pending = _rows_without_stats(state, stream, done)
         if sum(stop - first for first, stop, _ in pending) < FEWEST_ROWS:
@@ -124,7 +125,7 @@ def _add_chunk_stats_of_run(
 def _rows_without_stats(
     state: LakeRunState, stream: str, done: Mapping[tuple[str, str], int]
 ) -> list[tuple[int, int, str]]:
-    """Return each writer's rows without statistics: the first number, the one after the last."""
+    """Return each writer's rows without statistics: first number, and the one after the last."""
     pending = []
     for (incarnation, key), mark in state.marks.items():
         first = done.get((incarnation, stream), -1) + 1
@@ -163,6 +164,7 @@ def _insert_chunk_stats(
     places: Places,
     names: Sequence[str],
 ) -> None:
+    """Compute the chunk statistics of some rows of the lake, and add them."""
     stream, writers = span.stream, sorted(span.seqs or ())
     read = ("incarnation", "seq", "step", "attempt", "time_unix_ns", *names)
     selection = select_span(span, run, places)
@@ -254,7 +256,7 @@ def maintain_lake(engine: LakeEngine, catalogue: Catalogue, max_seconds: float) 
 
 
 def _merge_table(engine: LakeEngine, table: str, call: str, end: float) -> bool:
-    """Merge the table's files one by one; commits alternate with it, and wait for at most one."""
+    """Merge a lake table's files one by one; commits alternate with it and wait for at most one."""
     # Damaged content would get a valid checksum.
     engine.files.check_small_files(table, _MERGED_BYTES)
     is_merge = call == _CALLS[0]
@@ -270,7 +272,7 @@ def _merge_table(engine: LakeEngine, table: str, call: str, end: float) -> bool:
 
 
 def _delete_old_checksums(engine: LakeEngine) -> None:
-    """Delete the checksums of files that are no longer in the catalogue."""
+    """Delete the checksums of files that the lake's catalog no longer lists."""
     paths = engine.ask(f"SELECT path FROM {CHECKSUMS}")["path"].to_pylist()
     named = engine.ask(file_paths_sql())["path"].to_pylist()
     unnamed = sorted(set(paths).difference(named))
@@ -281,7 +283,7 @@ def _delete_old_checksums(engine: LakeEngine) -> None:
 
 
 def _fold_marks(engine: LakeEngine) -> None:
-    """Leave one mark of each writer: a commit adds one for each that it had rows of."""
+    """Leave one mark of each writer in the lake: a commit adds one per writer of its rows."""
     with engine.transaction():
         runs = engine.query_in_transaction(f"SELECT DISTINCT run FROM {NEW_MARKS}")[
             "run"

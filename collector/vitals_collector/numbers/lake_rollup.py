@@ -74,7 +74,7 @@ class RollUpPlan(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in the window."""
+        """Return the number of rows in the window to roll up."""
         return sum(self.writers["num"].to_pylist())
 
 
@@ -125,7 +125,7 @@ def plan(
 def _query_statistics(
     engine: LakeEngine, selection: RowSelection, expressions: dict[str, str]
 ) -> Columns:
-    """Return the statistics over ranks of each step of a window."""
+    """Return the statistics over ranks of each step of a window to roll up."""
     engine.files.check_files_of_runs("steps", selection.run)
     values, statistics = list[str](), list[str]()
     for i, sql in enumerate(expressions.values()):
@@ -165,7 +165,7 @@ def _statistics_columns(
 def _writers_in(
     engine: LakeEngine, selection: RowSelection, places: Places, broken: Sequence[str]
 ) -> pa.Table:
-    """Return each writer's numbers of rows, its longest step, and its first with a broken value."""
+    """Return each writer's rows in a window, its longest step, its first with a broken value."""
     is_broken = " OR ".join(f"NOT isfinite({sql}::DOUBLE)" for sql in broken) or "false"
     duration = f"{stream_column_sql(DURATION, places)}::DOUBLE"
     expressions = {
@@ -185,7 +185,7 @@ def _writers_in(
 def _max_loss_distances(
     engine: LakeEngine, selection: RowSelection, places: Places
 ) -> dict[str, float]:
-    """Return the largest distance of each source's loss from its step's median."""
+    """Return each source's largest distance from the step's median loss, in rows to roll up."""
     loss = f"{stream_column_sql(LOSS, places)}::DOUBLE"
     answer = engine.ask(
         f"WITH losses AS (SELECT step, source, {loss} AS loss FROM steps"
@@ -199,13 +199,13 @@ def _max_loss_distances(
 
 
 def _values_by_source(sources: Sequence[str], values: pa.ChunkedArray) -> dict[str, Any]:
-    """Return the values by source; for a source with two incarnations, either."""
+    """Return a window's values by source; for a source with two incarnations, either."""
     pairs = zip(sources, values.to_pylist(), strict=True)
     return {source: value for source, value in pairs if value is not None}
 
 
 def delete_rows(engine: LakeEngine, planned: RollUpPlan) -> None:
-    """Delete, in a commit, the rows that the statistics replace, and record which they were.
+    """Delete, in a commit, the rows that a roll-up's statistics replace; record which they were.
 
     Raises:
         StorageError: rows arrived in the meantime, or another collector was faster; plan again.
@@ -294,7 +294,7 @@ def next_window(
 
 
 def _window_filter(stream: str, attempt: int) -> tuple[str, str]:
-    """Return which rows a window is of, and along what."""
+    """Return which of the lake's rows a window has, and along what."""
     if stream in HOST_STREAMS:
         return "true", "time_unix_ns"
     return f"attempt = {attempt}" + (" AND rank > 0" if stream == "steps" else ""), "step"
@@ -344,7 +344,7 @@ def downsample_window(
 
 
 def _writer_seq_ranges(engine: LakeEngine, stream: str, rows: str) -> pa.Table:
-    """Return by writer the first and last number of a window's rows."""
+    """Return by writer the first and last number of the lake's rows in a window."""
     return engine.query_in_transaction(
         "SELECT incarnation AS writer, min(seq) AS first, max(seq) AS last, count(*) AS num"
         f" FROM {stream} WHERE {rows} GROUP BY incarnation"
@@ -352,7 +352,7 @@ def _writer_seq_ranges(engine: LakeEngine, stream: str, rows: str) -> pa.Table:
 
 
 def _extreme_rows_sql(stream: str, rows: str, places: Places, every: int) -> str:
-    """Return the query for the rows that remain of samples; if there are at most two, all."""
+    """Return the query for the rows that remain of the lake's samples: all if at most two."""
     keys = ", ".join(map(quoted, _GROUP))
     # The stream's own column distinguishes a node's GPUs.
     of = stream_column_sql("rank", places)
@@ -377,7 +377,7 @@ def _extreme_rows_sql(stream: str, rows: str, places: Places, every: int) -> str
 
 
 def deleted_rows(engine: LakeEngine, catalogue: Catalogue, run_id: str) -> list[DeletedRows]:
-    """Return the numbers of deleted rows of the run, by stream and reason."""
+    """Return how many of the run's rows the lake deleted, by stream and reason."""
     run = catalogue.run_number(run_id)
     if run is None:
         return []

@@ -104,7 +104,7 @@ FROM db.runs r LEFT JOIN (
 def views_of(
     columns: Mapping[str, Sequence[tuple[str, str]]], *, has_records: bool
 ) -> dict[str, str]:
-    """Return each view's SELECT.
+    """Return the SELECT of each view of the lake that users can query.
 
     ``columns`` has names and DuckDB types for each of the lake's tables. With ``has_records``, the
     SQL database is attached as ``db``.
@@ -159,14 +159,14 @@ def _numbers_view_sql(
 
 
 def _with_times(listed: str) -> str:
-    """Return the columns, those in braces as moments under names without their unit."""
+    """Return a view's columns, those in braces as moments under names without their unit."""
     return _BRACED.sub(
         lambda match: f"{_time_sql(match[1])} AS {match[1].removesuffix('_unix_ns')}", listed
     )
 
 
 def _time_sql(column: str) -> str:
-    """Return a time in UTC; NULL without one."""
+    """Return the SQL expression of a time in UTC for users; NULL without one."""
     return f"make_timestamp(nullif({column}, 0) // 1000)"
 
 
@@ -185,7 +185,7 @@ _EXPLAIN = re.compile(r"\A\s*EXPLAIN\s+", re.IGNORECASE)
 def check_query(
     connection: duckdb.DuckDBPyConnection, sql: str, views: Collection[str], taken: Collection[str]
 ) -> None:
-    """Raise an error unless the text is a query over the views.
+    """Raise an error unless a user's SQL is a query over the lake's views.
 
     ``views`` are the offered names, in lower case. ``taken`` are lower-case names in the engine or
     an attached database: a part of a query may not have such a name, because it would be resolved
@@ -216,7 +216,7 @@ def check_query(
 
 
 def _unwrap_explain(sql: str) -> str:
-    """Return the one SELECT that this is, or that it explains."""
+    """Return the one SELECT that a user's SQL is, or that it explains."""
     try:
         statements = duckdb.extract_statements(sql)
         if len(statements) == 1 and statements[0].type == duckdb.StatementType.EXPLAIN:
@@ -234,6 +234,7 @@ def _unwrap_explain(sql: str) -> str:
 
 
 def _parse_select(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
+    """Parse a user's SQL on the lake; an error if it is not a SELECT."""
     tree = connection.execute("SELECT json_serialize_sql(?)", [sql]).fetchone()
     parsed = json.loads(tree[0]) if tree is not None else {"error": True}
     if parsed["error"]:
@@ -242,14 +243,14 @@ def _parse_select(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
 
 
 def _iter_cte_names(node: Any) -> Iterator[str]:
-    """Yield the names of common table expressions (WITH)."""
+    """Yield the names of common table expressions (WITH) in a user's query."""
     for at in _walk_query(node):
         for part in at.get("cte_map", {}).get("map", ()):
             yield str(part["key"])
 
 
 def _iter_forbidden_names(node: Any, names: Collection[str]) -> Iterator[str]:
-    """Yield the forbidden tables and functions of the parsed query."""
+    """Yield the tables and functions that a user's query on the lake must not use."""
     for at in _walk_query(node):
         kind, function = at.get("type"), at.get("function_name")
         if kind == "BASE_TABLE":
@@ -267,6 +268,7 @@ def _iter_forbidden_names(node: Any, names: Collection[str]) -> Iterator[str]:
 
 
 def _walk_query(node: Any) -> Iterator[dict[str, Any]]:
+    """Yield every node of a user's parsed query."""
     if isinstance(node, list):
         for part in node:
             yield from _walk_query(part)
@@ -335,6 +337,7 @@ class LakeReader(AbstractContextManager["LakeReader"]):
         self._connection.close()
 
     def _query_table(self, sql: str) -> pa.Table:
+        """Return the result of an SQL query on the lake as an Arrow table."""
         return self._connection.execute(sql).to_arrow_table()
 
     def _attach(
@@ -381,6 +384,7 @@ class LakeReader(AbstractContextManager["LakeReader"]):
         """Names of the views."""
 
     def _disable_external_access(self, file_store: FileStore) -> None:
+        """Disable external access for users' later queries on the lake."""
         for setting in (
             f"memory_limit = {_quote_sql_text(self._memory_limit)}",
             "threads = 1",  # the cores belong to the training
@@ -392,7 +396,7 @@ class LakeReader(AbstractContextManager["LakeReader"]):
             self._connection.execute(f"SET {setting}")
 
     def ask(self, sql: str, *, max_rows: int = 10_000) -> SqlResult:
-        """Return a query's result, at most ``max_rows`` rows.
+        """Return the result of a user's query, at most ``max_rows`` rows.
 
         Raises:
             UsageError: it is not a query, uses more than the views, or is not SQL.
@@ -425,9 +429,10 @@ class LakeReader(AbstractContextManager["LakeReader"]):
 
 
 def query_timeout_error(seconds: float) -> StorageError:
-    """Return the error for a query that took too long."""
+    """Return the error for a user's SQL query that took too long."""
     return StorageError(f"the question took longer than {seconds:g} s", hint=_NARROWER)
 
 
 def _quote_sql_text(value: str) -> str:
+    """Return a text quoted for a setting of the user's SQL engine."""
     return f"'{escape_sql(value)}'"

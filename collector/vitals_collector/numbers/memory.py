@@ -96,7 +96,7 @@ class MemoryNumberStore:
         """Do nothing: memory can always be read."""
 
     def write_lock(self) -> AbstractContextManager[object]:
-        """No lock: nothing here takes long."""
+        """Return no lock: nothing takes long in memory."""
         return nullcontext()
 
     def missing(self, key: StreamKey) -> list[tuple[int, int]]:
@@ -162,6 +162,7 @@ class MemoryNumberStore:
         return []
 
     def _stored_parts(self, run_id: str, stream: str) -> list[_StoredRows]:
+        """Return the rows in memory of a run's stream, by writer."""
         with self._lock:
             return list(self._parts.get((run_id, stream), ()))
 
@@ -190,7 +191,7 @@ class MemoryNumberStore:
         """Do nothing: the rows go with the process."""
 
     def delete(self, run_id: str, exclude: Collection[str] = ()) -> None:
-        """Forget the run's rows; its marks stay."""
+        """Delete the run's rows from memory; its marks stay."""
         with self._lock:
             for key in [key for key in self._parts if key[0] == run_id]:
                 remaining_parts = [
@@ -203,6 +204,7 @@ class MemoryNumberStore:
 
 
 def _is_in_span(span: RowSpan, part: _StoredRows) -> npt.NDArray[np.bool_]:
+    """Return which of a writer's rows in memory are in a span."""
     is_in = np.ones(len(part.rows), np.bool_)
     bounds = (
         ("step", span.from_step, span.to_step),
@@ -235,6 +237,7 @@ def _has_key(keyed: SeriesKey, part: _StoredRows) -> npt.NDArray[np.bool_]:
 
 
 def _part_column(name: str, identity: Identity, schema: Schema, rows: _Rows) -> ColumnValues:
+    """Return a column of one writer's rows in memory, also of its source, rank and number."""
     of_writer = {"source": identity.source, "incarnation": identity.incarnation}
     if name in of_writer:
         texts = np.full(len(rows), of_writer[name], object)

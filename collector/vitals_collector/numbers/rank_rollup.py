@@ -29,7 +29,7 @@ _COUNTS = ("num", "nonfinite")
 def order_worst_ranks(
     broken: Mapping[str, int], slow: Mapping[str, float], far: Mapping[str, float], num: int
 ) -> list[str]:
-    """Return the worst ranks' sources, at most ``num``.
+    """Return the worst ranks' sources, at most ``num``, whose rows a roll-up keeps.
 
     First the ranks with a NaN or Inf, by first such step (``broken``). Then alternately the rank
     with the longest step (``slow``) and the one whose loss was furthest from the ranks' median
@@ -45,11 +45,12 @@ def order_worst_ranks(
 
 
 def _complete_column(values: npt.NDArray[Any]) -> ColumnValues:
+    """Return values of a roll-up as a column without missing ones."""
     return ColumnValues(values, np.zeros(len(values), np.bool_))
 
 
 def ranks_schema(names: Iterable[str]) -> Schema:
-    """Return the columns of the numbers over ranks of some columns."""
+    """Return the columns of the roll-up over ranks of some columns."""
     statistics = (
         RowColumn(f"{name}:{what}", "i8" if what in _COUNTS else "f8")
         for name in sorted(names)
@@ -61,7 +62,7 @@ def ranks_schema(names: Iterable[str]) -> Schema:
 def ranks_batch(
     run_id: str, attempt: int, names: Sequence[str], numbers: Columns, first_seq: int
 ) -> Batch:
-    """Return numbers over ranks as rows of the stream ``ranks``.
+    """Return a roll-up's numbers over ranks as rows of the stream ``ranks``.
 
     The mean of values that overflow together is the nearest of their ends.
     """

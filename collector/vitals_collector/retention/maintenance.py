@@ -89,11 +89,11 @@ class LakeMaintenance:
         self._thread = threading.Thread(target=self._work, name="vitals-upkeep", daemon=True)
 
     def start(self) -> None:
-        """Start the thread: a round now, and one per minute."""
+        """Start the maintenance thread: a round now, and one per minute."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop after the current operation."""
+        """Stop the lake's maintenance after the current operation."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -105,7 +105,7 @@ class LakeMaintenance:
             self._stop.wait(INTERVAL_SECONDS)
 
     def run_once(self) -> None:
-        """Run one round; an error is logged, counted, and ends the round."""
+        """Run one round of maintenance; an error is logged, counted, and ends the round."""
         try:
             self._lake.give_back_memory()
             if self._is_mine():
@@ -130,7 +130,7 @@ class LakeMaintenance:
         self._store.reclaim(above=0.1)
 
     def _may_continue(self) -> bool:
-        """Return whether this collector still has to maintain the lake."""
+        """Return whether this collector has to continue to merge and delete rows."""
         return not self._stop.is_set() and self._is_mine()
 
     def run_all(self) -> int:
@@ -252,6 +252,7 @@ class LakeMaintenance:
         self._store.counters.over_cap = self._over_cap
 
     def _report_over_cap(self, run_id: str, num_bytes: int) -> str:
+        """Report a run above its cap with nothing left to delete, once; return the message."""
         if run_id in self._over_cap:
             return self._over_cap[run_id]
         cap = self._settings.max_run_bytes
@@ -280,7 +281,7 @@ class LakeMaintenance:
         return text
 
     def _drop_damaged_files(self, error: StorageError) -> None:
-        """Remove damaged files if the error was caused by damage."""
+        """Remove damaged files if damage caused the error of the maintenance."""
         self._store.counters.fail("upkeep")
         if error.code != DAMAGED:
             _LOG.error("upkeep_failed again_in=%gs error=%s", INTERVAL_SECONDS, error.text)
@@ -298,6 +299,7 @@ class LakeMaintenance:
 
 
 def _deleted_row_counts(lake: Lake, run_id: str) -> dict[tuple[str, str], int]:
+    """Return the number of a run's rows that maintenance deleted, by stream and reason."""
     return {(part.stream, part.reason): part.num_rows for part in lake.deleted_rows(run_id)}
 
 

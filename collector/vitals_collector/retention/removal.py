@@ -123,13 +123,14 @@ def pin(store: Store, run_id: str, *, by: str, now_unix_ns: int, is_kept: bool =
 
 
 def _has_keep_tag(info: bytes) -> bool:
+    """Return whether a run has the tag that exempts it from deletion by age."""
     return bool(info) and KEEP_TAG in msgspec.msgpack.decode(info, type=RunInfo).tags
 
 
 def _hide_run(
     connection: Connection, deleted: DeletedRun, by: str, reason: str, now_unix_ns: int
 ) -> None:
-    """Hide a run from readers; its row in ``runs`` is deleted when its rows are."""
+    """Hide a removed run from readers; its row in ``runs`` is deleted when its rows are."""
     run_id = deleted.run_id
     for table in reversed(metadata.sorted_tables):
         if "run_id" in table.c and table not in _KEPT_TABLES:

@@ -49,7 +49,7 @@ class RunHistory(NamedTuple):
     watching the run is suspended, and its rows do not wait."""
 
     def is_watched(self, due: DueWindow, stream: str) -> bool:
-        """Return whether the watchers are done with all rows of a window."""
+        """Return whether watchers are done with all rows of a window, so that it may be deleted."""
         if self.watched is None or stream in _UNWATCHED:
             return True
         done = self.watched
@@ -140,14 +140,14 @@ def _delete_due_rows(
 
 
 def window_size(settings: VolumeSettings) -> int:
-    """Return the steps of a window: a multiple of the chunk size."""
+    """Return the steps of a window that is rolled up at once: a multiple of the chunk size."""
     return -(-settings.window_steps // CHUNK_STEPS) * CHUNK_STEPS
 
 
 def _is_window_due(
     due: DueWindow, stream: str, run: RunHistory, settings: VolumeSettings, when: DeletionPass
 ) -> bool:
-    """Return whether a window is old and processed, and no decision can still keep it."""
+    """Return whether a window can be deleted: old, processed, and no decision can still keep it."""
     if due.newest_unix_ns >= when.before_unix_ns or not run.is_watched(due, stream):
         return False
     window = due.window
@@ -159,13 +159,13 @@ def _is_window_due(
 
 
 def is_past(attempt: int, end_step: int, present: CurrentStep, settings: VolumeSettings) -> bool:
-    """Return whether no later decision can keep the steps below ``end_step``."""
+    """Return whether no later decision can keep the steps below ``end_step`` from deletion."""
     if attempt != present.attempt:
         return attempt < present.attempt
     return end_step + settings.margin_steps <= present.step
 
 
 def _is_near_incident(window: StepWindow, near: Sequence[int], margin: int) -> bool:
-    """Return whether one of the ascending steps is in the window or within ``margin`` of it."""
+    """Return whether a window stays: an ascending step is in it, or within ``margin`` of it."""
     i = int(np.searchsorted(near, window.first_step - margin))
     return i < len(near) and near[i] <= window.end_step - 1 + margin

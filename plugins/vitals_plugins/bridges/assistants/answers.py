@@ -86,7 +86,7 @@ class ToolResponse:
 
 
 def mark_as_data(text: str, limit: int) -> str:
-    """Return text from a run as one printable line in brackets, without secrets."""
+    """Return a run's text for an assistant as one printable line in brackets, without secrets."""
     line = " ".join(printable(redact_text(text).translate(_WITHOUT_BRACKETS)).split())
     if len(line) <= limit:
         return f"{OPEN}{line}{CLOSE}"
@@ -94,12 +94,12 @@ def mark_as_data(text: str, limit: int) -> str:
 
 
 def strip_data_marks(text: str) -> str:
-    """Return an argument without brackets: a caller may copy a name with them."""
+    """Return an MCP tool's argument without brackets: a caller may copy a name with them."""
     return text.translate(_WITHOUT_BRACKETS).strip()
 
 
 def as_json_value(value: Any, limit: int = _TEXT_LIMITS[0]) -> Any:
-    """Return the value as JSON holds it: numbers of six digits, marked text, no empty fields."""
+    """Return an MCP tool's value for JSON: numbers of six digits, marked text, no empty fields."""
     match value:
         case Fixed():
             return str(value)
@@ -120,7 +120,7 @@ def as_json_value(value: Any, limit: int = _TEXT_LIMITS[0]) -> Any:
 
 
 def redacted_pairs(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return a mapping whose names come from a run as rows, so that the names are marked too.
+    """Return a run's mapping as rows for an MCP tool, so that its names are marked as data too.
 
     A value whose name marks a secret is replaced.
     """
@@ -131,7 +131,7 @@ def redacted_pairs(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def downsample_points(points: Sequence[Point], num: int) -> list[Point]:
-    """Return at most ``num`` points: the ends, and of each stretch the extremes and a gap.
+    """Return at most ``num`` points to an assistant: ends, and each stretch's extremes and gap.
 
     A gap is a NaN, an infinity or a missing value.
     """

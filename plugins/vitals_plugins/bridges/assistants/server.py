@@ -38,7 +38,7 @@ _MAX_NAME = 100
 
 
 def build_server(tools: RunTools) -> MCPServer:
-    """Return the server; run it over stdio, or serve its HTTP app."""
+    """Return the MCP server; run it over stdio, or serve its HTTP app."""
     server = MCPServer(
         "vitals",
         title="Vitals",
@@ -63,7 +63,7 @@ def build_server(tools: RunTools) -> MCPServer:
 def _translate_errors(
     function: Callable[..., str], error_type: type[ToolError] | type[ResourceError]
 ) -> Callable[..., str]:
-    """Return the function with its expected errors as text for the caller."""
+    """Return an MCP tool with its expected errors as text for the assistant."""
 
     @functools.wraps(function)
     def call(**arguments: object) -> str:

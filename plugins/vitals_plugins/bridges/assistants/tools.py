@@ -88,7 +88,7 @@ class RunTools:
     data: Path | None = None
 
     def all(self) -> list[Callable[..., str]]:
-        """Return the available tools; the name of a tool is the name of its method."""
+        """Return the MCP server's tools; the name of a tool is the name of its method."""
         tools: list[Callable[..., str]] = [
             *(self.list_runs, self.run_summary, self.incidents, self.why, self.series),
             *(self.compare, self.ranks, self.alerts, self.decisions, self.checkpoints),
@@ -634,6 +634,7 @@ class RunTools:
 
     @contextmanager
     def _open_run(self, run: str) -> Iterator[tuple[Reader, RunSummary]]:
+        """Provide a reader, and the run that an assistant named."""
         with self.source.open() as opened:
             yield opened.reader, _find(opened, run)
 
@@ -645,7 +646,7 @@ def error_text(error: VitalsError) -> str:
 
 
 def run_sql(data: Path, query: str, limit: int) -> list[dict[str, Any]]:
-    """Return the rows of `vitals sql`, which checks the query and limits its memory and time.
+    """Return rows of `vitals sql` for an assistant: it checks the query, limits memory and time.
 
     It runs in its own process: the engine cannot interrupt every function.
 
@@ -686,7 +687,7 @@ def _find(opened: OpenedReader, run: str) -> RunSummary:
 
 
 def _resolve_log_path(folder: Path, name: str) -> Path:
-    """Return the path of a log below the directory.
+    """Return the path of a log that an assistant named; it has to be below the directory.
 
     Raises:
         UsageError: it is outside, also through a symbolic link.
@@ -714,6 +715,7 @@ def _excerpt(text: str, num: int) -> str:
 
 
 def _mark_incident_id(incident_id: str) -> str:
+    """Return an incident's id marked as data, for an MCP tool."""
     return mark_as_data(incident_id, 1_000)
 
 
@@ -722,6 +724,7 @@ def _next_call(tool: str, run_id: str) -> tuple[str, ...]:
 
 
 def _omitted_values_note(num_points: int, num_values: int) -> tuple[str, ...]:
+    """Return the note of an MCP tool that its curve omits values; empty if it has all of them."""
     if num_points >= num_values:
         return ()
     return (

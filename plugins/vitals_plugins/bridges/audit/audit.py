@@ -86,18 +86,18 @@ class LogAlarm:
 
     @property
     def action(self) -> str:
-        """The most severe action; "" for none."""
+        """Return Vitals' most severe action in this part of the audited log; "" for none."""
         return next((name for name in _ACTIONS if name in self.actions), "")
 
     @property
     def is_false_alarm(self) -> bool:
-        """Whether it would have alerted, or undone work, for a problem that passed by itself."""
+        """Return whether it would have alerted, or undone work, for a passing problem."""
         disturbs = self.severity == "page" or self.action in ("rollback", "halt")
         return disturbs and self.ending == "recovered" and self.end_rows <= PROMPT_ROWS
 
     @property
     def lost_steps(self) -> int | None:
-        """Steps that the actual run lost; None if the log does not show it."""
+        """Return the steps that the actual run lost; None if the log does not show it."""
         if self.ending in ("unknown", "log ends"):
             return None
         begin = self.onset_step if self.back_to is None else min(self.back_to, self.onset_step)
@@ -105,7 +105,7 @@ class LogAlarm:
 
     @property
     def cost_steps(self) -> int:
-        """Steps that what Vitals would have done costs."""
+        """Return the steps that what Vitals would have done in the audited run costs."""
         if self.action == "rollback" and self.rollback_to is not None:
             return max(0, (self.acted_step or self.onset_step) - self.rollback_to)
         if self.action == "halt":
@@ -114,7 +114,7 @@ class LogAlarm:
 
     @property
     def saved_steps(self) -> int:
-        """Steps that Vitals' actions would have saved."""
+        """Return the steps that Vitals' actions would have saved in the audited run."""
         if (
             self.action not in ("rollback", "halt")
             or self.is_false_alarm
@@ -207,7 +207,7 @@ def audit(
     assumptions: Sequence[str],
     lacking: Sequence[str] = (),
 ) -> Audit:
-    """Group alarms, and compare each with the rest of the log.
+    """Group the alarms of an audited log, and compare each with the rest of the log.
 
     Args:
         history: the log.
@@ -242,6 +242,7 @@ def audit(
 def _add_alarms(
     judged: JudgedStep, index: int, alarms: list[LogAlarm], marks: list[CurveMark], loss_kind: str
 ) -> None:
+    """Add the findings and decisions on an audited record to the alarms."""
     decision = judged.judgement.decision
     for finding in judged.judgement.findings:
         kind = FINDING_KINDS.get(finding.kind)
@@ -273,7 +274,7 @@ def _add_alarms(
 def _alarm_at(
     index: int, domain: str, alarms: list[LogAlarm], step: int, onset_step: int
 ) -> LogAlarm:
-    """Return the alarm that continues at this record, or a new one."""
+    """Return the audit's alarm that continues at this record, or a new one."""
     for alarm in reversed(alarms[-8:]):
         if alarm.domain == domain and index - alarm.last_row <= NEAR_ROWS:
             return alarm
@@ -319,7 +320,7 @@ class _Trouble(NamedTuple):
 def _judge_ending(
     alarm: LogAlarm, log: Sequence[LoggedStep], restarts: Sequence[int], before: _Trouble | None
 ) -> _Trouble | None:
-    """Set how an alarm ended, from the log after it, and return the trouble it reported.
+    """Set how an audit's alarm ended, from the log after it; return the trouble it reported.
 
     The reference loss comes from before the onset: when a detector reports a slow rise, the records
     just before the report are part of the rise. The duration also counts from the onset. A rise
@@ -346,7 +347,7 @@ def _judge_ending(
 
 
 def _place_of_onset(alarm: LogAlarm, log: Sequence[LoggedStep], restarts: Sequence[int]) -> int:
-    """Return the position of the problem's first record, within the same start of the run."""
+    """Return the position of the audited problem's first record, in the same start of the run."""
     begin = max((index for index in restarts if index <= alarm.first_row), default=0)
     index = alarm.first_row
     while index > begin and alarm.onset_step <= log[index - 1].step:
@@ -357,7 +358,7 @@ def _place_of_onset(alarm: LogAlarm, log: Sequence[LoggedStep], restarts: Sequen
 def _recovery_test(
     alarm: LogAlarm, log: Sequence[LoggedStep], onset: int
 ) -> Callable[[LoggedStep], bool] | None:
-    """Return a test whether a record shows recovery; None if the log cannot show it."""
+    """Return a test whether an audited record shows recovery; None if the log cannot show it."""
     before = log[max(0, onset - REFERENCE_ROWS) : onset]
     if alarm.is_flat:
         # A loss that did not fall has no earlier level: the problem ends when the loss falls.
@@ -379,7 +380,7 @@ def _recovery_test(
 def _ending_at_log_end(
     alarm: LogAlarm, log: Sequence[LoggedStep], onset: int, is_back: Callable[[LoggedStep], bool]
 ) -> Ending:
-    """Return how trouble ended that is not over by the log's end.
+    """Return the ending of trouble that is not over by the audited log's end.
 
     A problem that lasted from its onset to the end has an answer. After only a few records since
     the onset, or since the recovery, the outcome is unknown.
@@ -391,7 +392,7 @@ def _ending_at_log_end(
 
 
 def _reference_loss_range(before: Sequence[LoggedStep]) -> tuple[float, float] | None:
-    """Return the range of the reference loss; None with too few records before."""
+    """Return the audited log's range of the reference loss; None with too few records before."""
     losses = [_loss_or_nan(logged) for logged in before if math.isfinite(_loss_or_nan(logged))]
     if len(losses) < RECOVERY_ROWS:
         return None
@@ -404,7 +405,7 @@ def _reference_loss_range(before: Sequence[LoggedStep]) -> tuple[float, float] |
 def _find_recovery(
     log: Sequence[LoggedStep], start: int, stop: int, is_back: Callable[[LoggedStep], bool]
 ) -> int | None:
-    """Return the first of ten consecutive records of which at least eight have recovered."""
+    """Return the first of ten consecutive audited records of which at least eight are recovered."""
     away = 0
     for index in range(start, stop):
         away += not is_back(log[index])
@@ -417,7 +418,7 @@ def _find_recovery(
 
 
 def _is_finite(logged: LoggedStep) -> bool:
-    """Return whether all values of a record are finite: Trainer logs a NaN loss as 0."""
+    """Return whether an audited record's values are all finite: Trainer logs a NaN loss as 0."""
     norm = logged.grad_norm
     return math.isfinite(_loss_or_nan(logged)) and (norm is None or math.isfinite(norm))
 
@@ -427,7 +428,7 @@ def _loss_or_nan(logged: LoggedStep) -> float:
 
 
 def _step_seconds(log: Sequence[LoggedStep]) -> float | None:
-    """Return the usual duration of a step, as logged or from the times of the records."""
+    """Return a step's usual duration in an audited log, as logged or from the records' times."""
     logged = [record.step_seconds for record in log if record.step_seconds is not None]
     if logged:
         return statistics.median(logged)
@@ -460,6 +461,7 @@ def audit_blocks(audit: Audit, title: str) -> list[Block]:
 
 
 def _summarize_audit(audit: Audit) -> str:
+    """Return an audit's first paragraph: records, skips, rollbacks, halts, pages, false alarms."""
     log, alarms = audit.history.steps, audit.alarms
     text = f"{humanize_count(len(log), 'record')}, steps {log[0].step:,} to {log[-1].step:,}. "
     skips = sum(alarm.actions.get("skip_step", 0) for alarm in alarms)
@@ -487,6 +489,7 @@ def _summarize_audit(audit: Audit) -> str:
 
 
 def _alarm_blocks(audit: Audit) -> list[Block]:
+    """Return the table of an audit's alarms, the most severe if there are too many."""
     if not audit.alarms:
         return []
     order = sorted(
@@ -525,6 +528,7 @@ def _alarm_blocks(audit: Audit) -> list[Block]:
 
 
 def _format_step_span(alarm: LogAlarm) -> str:
+    """Return the first and last step of an audit's alarm as text."""
     first, last = alarm.first_step, alarm.last_step
     return f"{first}" if first == last else f"{first} to {last}"
 
@@ -576,6 +580,7 @@ def _judgement_text(alarm: LogAlarm) -> str:
 
 
 def _plot_blocks(audit: Audit) -> list[Block]:
+    """Return the plots of an audited log's loss and gradient norm, with alarms above level log."""
     grave = [alarm for alarm in audit.alarms if alarm.severity != "log"]
     spans = [(alarm.first_step, alarm.last_step) for alarm in grave]
     log = audit.history.steps
@@ -589,6 +594,7 @@ def _plot_blocks(audit: Audit) -> list[Block]:
 
 
 def _savings_blocks(audit: Audit) -> list[Block]:
+    """Describe the savings of each action in an audit, and their assumptions."""
     acting = [a for a in audit.alarms if a.action in ("rollback", "halt") or a.severity == "page"]
     if not acting:
         return []

@@ -91,11 +91,11 @@ class ColumnChoice:
     evaluation_seconds: str | None = None
 
     def named(self) -> list[str]:
-        """Return the names of the given options."""
+        """Return the column options that were given for importing a log."""
         return [_option_name(role) for role in KNOWN if getattr(self, role) is not None]
 
     def may_match(self, name: str) -> bool:
-        """Return whether a column of that name may be one of those; others are not stored."""
+        """Return whether a log's column may be one of those; others are not stored."""
         names = tuple(getattr(self, role) for role in KNOWN)
         plain_name = normalize_column_name(name)
         return plain_name in _USUAL or any(
@@ -127,7 +127,7 @@ class ImportedLog:
 def choose_columns(
     names: Sequence[str], column_options: ColumnChoice, source: str
 ) -> dict[Role, str]:
-    """Return which column is which.
+    """Return which column of an imported log has which role.
 
     Raises:
         UsageError: there is no step, neither a loss nor a gradient norm, or a name fits several.
@@ -148,6 +148,7 @@ def choose_columns(
 
 
 def _match_column(names: Sequence[str], role: Role, requested: str, source: str) -> str:
+    """Return the log's column that an option names; an unknown or ambiguous name is an error."""
     matches = [name for name in names if name == requested]
     matches = matches or [
         name for name in names if normalize_column_name(name) == normalize_column_name(requested)
@@ -166,6 +167,7 @@ def _match_column(names: Sequence[str], role: Role, requested: str, source: str)
 def _find_usual_column(
     names: Sequence[str], role: Role, usual_names: Sequence[str], source: str
 ) -> str | None:
+    """Return the log's column with a role's usual name; None without one."""
     by_plain: dict[str, list[str]] = {}
     for name in names:
         by_plain.setdefault(normalize_column_name(name), []).append(name)
@@ -179,6 +181,7 @@ def _find_usual_column(
 
 
 def _ambiguous_column_error(role: Role, matches: Sequence[str], source: str) -> UsageError:
+    """Return the error that several columns of a log may have a role."""
     return UsageError(
         f"{source}: {len(matches)} columns may be the {role}: {_format_names(matches)}",
         hint=f"choose one with {_option_name(role)} NAME, or rename the columns",
@@ -188,6 +191,7 @@ def _ambiguous_column_error(role: Role, matches: Sequence[str], source: str) -> 
 def _missing_column_error(
     role: Role, looked_for: Sequence[str], names: Sequence[str], source: str, *, what: str = ""
 ) -> UsageError:
+    """Return the error that no column of a log has a role."""
     # Likely names come first.
     usual_names = (
         ("step", "iter", "update", "epoch") if role == "step" else ("loss", "grad", "norm")
@@ -212,12 +216,13 @@ def _format_names(names: Iterable[str]) -> str:
 
 
 def _option_name(role: Role) -> str:
+    """Return the command-line option that names a log's column of a role."""
     return "--" + role.replace("_", "-")
 
 
 @lru_cache(maxsize=4096)
 def normalize_column_name(name: str) -> str:
-    """Return the name in lower case, with ``_`` instead of other characters."""
+    """Return a log column's name in lower case, with ``_`` instead of other characters."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
@@ -270,7 +275,7 @@ def parse_step(value: object) -> int | None:
 
 
 def parse_time(value: object) -> float | None:
-    """Return a cell's time, in seconds since 1970; None if it is not one.
+    """Return the time in a log's cell, in seconds since 1970; None if it is not one.
 
     Logs write seconds, milliseconds, microseconds or nanoseconds, or a date as ISO 8601 has it.
     """
@@ -319,7 +324,7 @@ class ImportedRows:
         self.add(row, {role: cells.get(name) for role, name in self._columns.items()})
 
     def add(self, row: int, cells: Mapping[Role, object]) -> None:
-        """Add one record, in the order of the log. A record without values is skipped.
+        """Add one record, in the order of the imported log; skip one without values.
 
         Raises:
             FormatError: a cell is not a number.
@@ -358,7 +363,7 @@ class ImportedRows:
             ) from error
 
     def skip_row(self, why: str) -> None:
-        """Count an invalid row."""
+        """Count an invalid row of the imported log."""
         self._dropped[why] += 1
 
     def to_log(

@@ -21,7 +21,7 @@ SEPARATORS = ",\t;|"
 
 
 def read_csv(path: Path, column_options: ColumnChoice) -> ImportedLog:
-    """Return the history; its rows are those below the head, blank lines not counted.
+    """Read the log in a CSV file; its rows are those below the head, blank lines not counted.
 
     Raises:
         FormatError: it is empty, or a cell is not a number.
@@ -46,12 +46,12 @@ def read_csv(path: Path, column_options: ColumnChoice) -> ImportedLog:
 
 
 def separator_of(line: str) -> str:
-    """Return the separator of a line's cells, if it has one."""
+    """Return the separator of a CSV line's cells, if it has one."""
     return max(SEPARATORS, key=line.count)
 
 
 def may_be_table(lines: Sequence[str]) -> bool:
-    """Return whether the first lines of a text may be those of a table, and not of prose."""
+    """Return whether a file's first lines may be those of a CSV table, and not of prose."""
     separator = separator_of(lines[0])
     head = [normalize_column_name(name) for name in lines[0].split(separator)]
     if is_numbers(lines[0]) or any(name in names for names in KNOWN.values() for name in head):
@@ -63,7 +63,7 @@ def may_be_table(lines: Sequence[str]) -> bool:
 
 
 def is_numbers(line: str) -> bool:
-    """Return whether every cell of a line is a number, and so not a column name."""
+    """Return whether every cell of a CSV line is a number, and so not a column name."""
     try:
         cells = [float(cell) for cell in line.strip().split(separator_of(line))]
     except ValueError:
@@ -97,6 +97,7 @@ def _read_rows(
 
 
 def _reverse_history(history: ImportedLog) -> ImportedLog:
+    """Return the history of a CSV log with its last record first."""
     return replace(
         history,
         steps=history.steps[::-1],
@@ -109,6 +110,6 @@ def _reverse_history(history: ImportedLog) -> ImportedLog:
 
 
 def _without_nul(lines: Iterator[str]) -> Iterator[str]:
-    """Skip NUL bytes that a crash leaves at a file's end: blocks that were never written."""
+    """Skip the NUL bytes that a crash leaves at a CSV log's end: blocks never written."""
     for line in lines:
         yield line.replace("\0", "") if "\0" in line else line

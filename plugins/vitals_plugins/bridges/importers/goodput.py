@@ -13,7 +13,7 @@ _OWN = 2.0
 
 
 def log_goodput(history: ImportedLog) -> Goodput:
-    """Return the goodput between the first record and the last.
+    """Return the goodput between the first and the last record of an imported log.
 
     A log has steps and, at best, times: time beyond a usual step is unknown. Steps that were logged
     again, after the log went back, are rolled back.
@@ -105,7 +105,7 @@ def _goodput_without_times(history: ImportedLog, last_step: int) -> Goodput:
 def _record_times(
     at: Floats, seconds: Floats, num: Ints, is_back: Mask, evaluated: Floats
 ) -> tuple[Ints, Floats]:
-    """Return when each record ended, and the duration of its steps: as logged, or the usual one.
+    """Return when each imported record ended, and its steps' duration: as logged, or the usual.
 
     With the evaluations between them.
     """
@@ -123,7 +123,7 @@ def _record_times(
 
 
 def _undone(step: Ints, backs: Ints) -> Mask:
-    """Return which records were logged again: before the log went back, those of later steps."""
+    """Return which imported records were logged again: before the log went back, later steps."""
     undone = np.zeros(len(step), np.bool_)
     for back in backs:
         undone[:back] |= step[:back] >= step[back]

@@ -22,7 +22,7 @@ _OF_EPOCH = frozenset({"iter", "iteration", "it"})
 
 
 def is_json_lines(begin: bytes) -> bool:
-    """Return whether the first line of a file is a complete object, followed by another one."""
+    """Return whether a log's first line is a complete JSON object, followed by another one."""
     first, _, rest = begin.lstrip().partition(b"\n")
     return rest.lstrip().startswith(b"{") and _object(first.decode(errors="replace")) is not None
 
@@ -38,7 +38,7 @@ def has_metrics(begin: bytes) -> bool:
 
 
 def read_json_lines(path: Path, column_options: ColumnChoice) -> ImportedLog:
-    """Return the history; its rows are the lines.
+    """Read the log in a JSON Lines file; its rows are the lines.
 
     A log without a step uses its epochs, or the numbers of its lines.
 
@@ -119,7 +119,7 @@ class _EpochStepCounter:
         self.num_resets = 0
 
     def step(self, epoch: object, iteration: object) -> object:
-        """Return the step of an iteration; a value that is not a whole number is unchanged."""
+        """Return the step of a log's iteration; one that is not a whole number is unchanged."""
         if not isinstance(iteration, int) or isinstance(iteration, bool):
             return iteration
         if epoch != self._epoch:

@@ -29,7 +29,7 @@ ReadLog = Callable[[ColumnChoice], ImportedLog]
 
 
 def read_history(path: Path, column_options: ColumnChoice) -> ImportedLog:
-    """Return the log at the path: a file, or the only log in a directory.
+    """Read the log of another tool at the path: a file, or the only log in a directory.
 
     Raises:
         UsageError: there is none, there are several, or no column is the step or a loss.
@@ -46,6 +46,7 @@ def read_history(path: Path, column_options: ColumnChoice) -> ImportedLog:
 
 
 def _identify_file(path: Path) -> ReadLog:
+    """Recognize the format of a log file by its content, and return its reader."""
     if path.exists() and not path.is_file():
         raise UsageError(
             f"{path} is neither a file nor a folder; it is read twice, so a pipe does not work",
@@ -98,7 +99,7 @@ def _is_text(begin: bytes) -> bool:
 
 
 def _find_directory_log(folder: Path) -> ReadLog:
-    """Find the log at the smallest depth; two logs at one depth are an error."""
+    """Find the log file at the smallest depth; two logs at one depth are an error."""
     level = [folder]
     for _ in range(_DEPTH + 1):
         logs = [log for directory in level for log in _logs(directory)]
@@ -127,7 +128,7 @@ def _find_directory_log(folder: Path) -> ReadLog:
 
 
 def _logs(folder: Path) -> Iterator[tuple[Path, ReadLog]]:
-    """Yield the logs directly in a directory; its event files are one log."""
+    """Yield the logs of other tools directly in a directory; its event files are one log."""
     names = sorted(path for path in folder.iterdir() if path.is_file())
     logs: list[tuple[Path, ReadLog]] = []
     for path in names:
@@ -147,7 +148,7 @@ def _logs(folder: Path) -> Iterator[tuple[Path, ReadLog]]:
 
 
 def _newest_checkpoint(logs: list[tuple[Path, ReadLog]]) -> list[tuple[Path, ReadLog]]:
-    """Return only the last of Trainer's checkpoints, if all logs found are its own."""
+    """Return only the log of Trainer's last checkpoint, if all logs found are its own."""
     steps = [_checkpoint_step(path) for path, _ in logs]
     if any(step is None for step in steps):
         return logs

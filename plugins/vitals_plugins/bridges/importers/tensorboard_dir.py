@@ -30,7 +30,7 @@ Value = tuple[str, int, float, float]
 def read_tensorboard(
     path: Path, files: Sequence[Path], column_options: ColumnChoice
 ) -> ImportedLog:
-    """Return the history; its rows are the steps that were written, in the files' order.
+    """Read the log in TensorBoard's files; its rows are the written steps, in the files' order.
 
     Raises:
         MissingDependencyError: TensorBoard is not installed.
@@ -67,7 +67,7 @@ def read_tensorboard(
 
 
 def _rows_by_step(values: Sequence[Value], tags: set[str]) -> list[dict[str, object]]:
-    """Return a row for each step and each time it was written, with all its tags.
+    """Return a row for each TensorBoard step and each time it was written, with all its tags.
 
     The tags of a step may be written together or one after another, in one file or in several.
     """
@@ -83,7 +83,7 @@ def _rows_by_step(values: Sequence[Value], tags: set[str]) -> list[dict[str, obj
 
 
 def _read_scalars(path: Path, notes: list[str]) -> Iterator[Value]:
-    """Yield the scalars of one file, in the formats of all writers since TensorFlow 1."""
+    """Yield the scalars of a TensorBoard file, in the formats of all writers since TensorFlow 1."""
     loader, event_of, array_of, broken = _import_tensorboard()
     num_read = 0
     with translate_read_errors(path):

@@ -83,7 +83,7 @@ MIN_LINES = 2
 
 
 def identify_format(begin: str) -> _Form | None:
-    """Return the format of a file's first lines; None: it is unknown."""
+    """Return the format of a text log, by the file's first lines; None: it is unknown."""
     lines = list(_clean_lines(begin.splitlines()))
     for form in FORMS:
         matches = (line for line in lines if form.line.search(line))
@@ -93,7 +93,7 @@ def identify_format(begin: str) -> _Form | None:
 
 
 def read_text_log(path: Path, form: _Form, column_options: ColumnChoice) -> ImportedLog:
-    """Return the history; its rows are the lines that report a step.
+    """Read the log that a training printed; its rows are the lines that report a step.
 
     Raises:
         UsageError: no line has a loss or a gradient norm, or a named column is missing.
@@ -139,7 +139,7 @@ def unknown_text(path: Path, begin: str) -> FormatError:
 
 
 def _clean_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines without colors; a progress bar writes many on one."""
+    """Yield a text log's lines without colors; a progress bar writes many on one."""
     for line in lines:
         for part in line.rstrip("\n").split("\r"):
             yield _COLOR.sub("", part)
@@ -150,7 +150,7 @@ def _is_evaluation(line: str) -> bool:
 
 
 def _parse_line(line: str) -> dict[str, object]:
-    """Return the values of a line, by role."""
+    """Return the values of a text log's line, by role."""
     cells: dict[str, object] = {}
     for role, patterns in _PATTERNS.items():
         for pattern, scale in patterns:

@@ -16,7 +16,7 @@ from vitals_plugins.bridges.importers.files import read_whole, translate_read_er
 
 
 def read_trainer_state(path: Path, column_options: ColumnChoice) -> ImportedLog:
-    """Return the history; its rows are the entries of ``log_history``.
+    """Read the log in Trainer's state file; its rows are the entries of ``log_history``.
 
     Raises:
         FormatError: it is not JSON, or has no ``log_history``.

@@ -46,7 +46,7 @@ Cells = dict[str, object]
 
 
 def read_wandb(path: Path, column_options: ColumnChoice) -> ImportedLog:
-    """Return the history; its rows are the calls of ``wandb.log``, merged as by wandb.
+    """Read the log in a wandb file; its rows are the calls of ``wandb.log``, merged as by wandb.
 
     Raises:
         FormatError: it is not a file of wandb's.
@@ -76,7 +76,7 @@ def read_wandb(path: Path, column_options: ColumnChoice) -> ImportedLog:
 
 
 def logged_rows(path: Path, at: int) -> tuple[list[tuple[int, Cells]], int]:
-    """Return the calls in a growing file, each with its ``_step``.
+    """Return the calls in a wandb file that still grows, each with its ``_step``.
 
     Args:
         path: the file; nothing is read of one that is not there yet.
@@ -104,7 +104,7 @@ def logged_rows(path: Path, at: int) -> tuple[list[tuple[int, Cells]], int]:
 def _read_leveldb_records(
     raw: memoryview, notes: list[str], at: int = len(HEAD)
 ) -> Iterator[memoryview]:
-    """Yield the complete records; torn or damaged ones are skipped and noted.
+    """Yield a wandb file's complete records; torn or damaged ones are skipped and noted.
 
     At the start of a block, position 0, the rest of a record from the previous block is not a
     record.
@@ -140,7 +140,7 @@ def _read_leveldb_records(
 
 
 def _read_log_calls(record: memoryview) -> Iterator[Cells]:
-    """Yield the values of one log call, if the record is one."""
+    """Yield the values of one call of ``wandb.log``, if the file's record is one."""
     for name, history in read_fields(record):
         if name != _RECORD_HISTORY or isinstance(history, int):
             continue
@@ -161,7 +161,7 @@ def _read_log_calls(record: memoryview) -> Iterator[Cells]:
 
 
 def _read_item(item: memoryview, cells: Cells) -> None:
-    """Add one logged value by its name, nested names joined by dots; only numbers are kept."""
+    """Add one value of a wandb file by its name, nested names joined by dots; only numbers."""
     names: list[str] = []
     value: object = None
     for part, content in read_fields(item):
@@ -178,7 +178,7 @@ def _read_item(item: memoryview, cells: Cells) -> None:
 
 
 def _from_json(raw: bytes, *, is_json: bool) -> object:
-    """Return the value; wandb writes non-finite values as a word, in quotes or not."""
+    """Return a logged value; wandb writes non-finite values as a word, in quotes or not."""
     try:
         value = json.loads(raw) if is_json else raw.decode()
     except (ValueError, RecursionError):  # no value that could be a number

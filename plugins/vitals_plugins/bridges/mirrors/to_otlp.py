@@ -55,7 +55,7 @@ class Otlp:
         self._started_unix_ns = about.started_unix_ns
 
     def write(self, entries: Sequence[Entry]) -> None:
-        """Send the entries.
+        """Send the entries of a mirrored run as OTLP metrics.
 
         Raises:
             TransportError: they were not accepted.
@@ -79,6 +79,7 @@ class Otlp:
             raise TransportError(f"{self._where} did not take the metrics; its answer is above")
 
     def _otlp_metric(self, name: str, points: list[Any]) -> Any:
+        """Return the OTLP gauge of a mirrored curve, with its points."""
         spec = _KNOWN.get(name)
         gauge = self._export.Gauge(points)
         if spec is not None:
@@ -86,7 +87,7 @@ class Otlp:
         return self._export.Metric(otlp_name(name), "", "", gauge)
 
     def close(self, state: RunState) -> None:
-        """Close the connection."""
+        """Close the connection of the OTLP mirror."""
         self._exporter.shutdown()
 
 
@@ -111,6 +112,6 @@ def _session() -> Any:
 
 
 def otlp_name(name: str) -> str:
-    """Return the name in OpenTelemetry: ``val_loss`` is ``train_scalar/val_loss``."""
+    """Return a mirrored name in OpenTelemetry: ``val_loss`` is ``train_scalar/val_loss``."""
     metric_name = name.replace("/", "_") if name.startswith(("train/", "vitals/")) else ""
     return metric_name or f"train_scalar/{_NOT_ALLOWED.sub('_', name)}"

@@ -34,7 +34,7 @@ class Trackio:
         self.kept: dict[str, Any] = {"project": self._project}
 
     def write(self, entries: Sequence[Entry]) -> None:
-        """Write the entries in two transactions: values, and actions."""
+        """Write the entries to trackio in two transactions: values, and actions."""
         about = self._about
         rows = [entry for entry in entries if isinstance(entry, TrackerRow)]
         notes = [entry for entry in entries if not isinstance(entry, TrackerRow)]
@@ -79,5 +79,5 @@ class Trackio:
 
 
 def _format_time(unix_ns: int) -> str:
-    """Return the time in ISO format, in UTC."""
+    """Return the time in ISO format, in UTC, for trackio's store."""
     return datetime.fromtimestamp(unix_ns / 1e9, UTC).isoformat()

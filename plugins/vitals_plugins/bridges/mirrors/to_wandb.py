@@ -89,7 +89,7 @@ class WandB:
         return Counter(_row_key(cells) for _, cells in rows)
 
     def write(self, entries: Sequence[Entry]) -> None:
-        """Write the entries, and wait until they are in the run's file."""
+        """Write the entries to W&B, and wait until they are in the run's file."""
         for entry in entries:
             cells: dict[str, Any] = {STEP: entry.step, ATTEMPT: float(entry.attempt)}
             if isinstance(entry, TrackerRow):
@@ -115,7 +115,7 @@ class WandB:
         self.kept["num_rows"] = step + 1
 
     def _wait(self) -> None:
-        """Wait until the last row is in the file.
+        """Wait until the last row is in W&B's file.
 
         Raises:
             StorageError: it does not come.
@@ -133,7 +133,7 @@ class WandB:
             time.sleep(_FLUSH_SECONDS / 5)
 
     def close(self, state: RunState) -> None:
-        """Finish the run."""
+        """Finish the W&B run, with an exit code for the run's state."""
         self._run.finish(exit_code=_EXIT_CODES.get(state, 1))
 
 

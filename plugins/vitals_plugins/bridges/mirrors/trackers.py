@@ -36,7 +36,7 @@ configured destinations."""
 def open_tracker(
     target: TrackerTarget, about: RunDescription, saved_state: dict[str, Any], unclean: bool
 ) -> Tracker:
-    """Open the run in the tracker, created if it is missing.
+    """Open the mirrored run in the tracker, created if it is missing.
 
     Raises:
         MissingDependencyError: the tracker's package is not installed.

@@ -46,7 +46,7 @@ class TrackerTarget:
 
     @classmethod
     def parse(cls, text: str) -> "TrackerTarget":
-        """Parse a target written as ``KIND[:WHERE]``.
+        """Parse a mirror's target, written as ``KIND[:WHERE]``.
 
         Raises:
             UsageError: there is no such tracker, its location is missing, or it contains a secret.
@@ -133,11 +133,11 @@ class Tracker(Protocol):
     """Saved together with the cursor; plain values."""
 
     def write(self, entries: Sequence[Entry]) -> None:
-        """Write the entries; they are durable when this returns."""
+        """Write the entries to the tracker; they are durable when this returns."""
         ...
 
     def close(self, state: RunState) -> None:
-        """End the run as the tracker has it; all was written."""
+        """End the run in the tracker; all was written."""
         ...
 
 
@@ -186,7 +186,7 @@ class MirrorStateFile:
             os.close(lock)
 
     def load(self) -> MirrorState:
-        """Return the saved state; a new one if there is none.
+        """Return the mirror's saved state; a new one if there is none.
 
         Raises:
             FormatError: it is damaged.
@@ -211,12 +211,12 @@ class MirrorStateFile:
         return saved
 
     def save(self, saved: MirrorState) -> None:
-        """Replace it whole, durably."""
+        """Replace the mirror's state file whole, durably."""
         replace_file(self.path, msgspec.json.encode(saved), mode=0o600)
 
 
 def state_folder(folder: Path | None, data: Path, run_id: str) -> Path:
-    """Return the directory of the state files, created if it is missing.
+    """Return the directory of the mirrors' state files, created if it is missing.
 
     It is in the run directory if that belongs to this user, so that a requeued job continues it.
 
@@ -245,7 +245,7 @@ def mirror_run(
     sleep: Callable[[], None],
     say: Callable[[str], None],
 ) -> None:
-    """Mirror a run until it is over.
+    """Mirror a run to a tracker until the run is over.
 
     ``alive`` is called once the tracker is open, and after each of its calls, with the rows that it
     wrote. ``sleep`` waits until the next poll.

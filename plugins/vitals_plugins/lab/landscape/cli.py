@@ -172,7 +172,7 @@ class _Scene(NamedTuple):
 def _measure_losses(
     scene: _Scene, places: Sequence[float], *, dimensions: int, batches: int, seed: int, mode: str
 ) -> tuple[str, str, int, Losses]:
-    """Return start, end, number of batches, and the losses."""
+    """Return the start, end, number of batches, and losses of a loss landscape."""
     try:
         import torch
     except ImportError:
@@ -219,7 +219,7 @@ def _measure_losses(
 
 
 def _point_positions(dimensions: int, radius: float, points: int, *, is_path: bool) -> list[float]:
-    """Return the positions along a direction; 0, the checkpoint, is among them.
+    """Return the positions along a landscape's direction; 0, the checkpoint, is among them.
 
     Raises:
         UsageError: the radius or number of points is invalid.
@@ -243,6 +243,7 @@ def _point_positions(dimensions: int, radius: float, points: int, *, is_path: bo
 def _surface_facts(
     places: Sequence[float], losses: Losses, within: float, *, is_path: bool
 ) -> dict[str, Any]:
+    """Return the facts of a loss landscape for JSON: of its path, or of each direction."""
     if is_path:
         return {"path": path_facts(places, losses[0])._asdict()}
     facts = [line_facts(places, line, within) for line in middle_lines(losses)]
@@ -279,7 +280,7 @@ def _write_output(path: Path, content: bytes, *, force: bool) -> None:
 
 
 def _load_first_batches(built: EntryResult, num: int, entry: str, seed: int) -> list[Any]:
-    """Return the loader's first batches.
+    """Return the loader's first batches, on which a loss landscape is measured.
 
     Raises:
         UsageError: there is no loader, or it is empty.
@@ -301,7 +302,7 @@ def _load_first_batches(built: EntryResult, num: int, entry: str, seed: int) -> 
 
 
 def _load_checkpoint(checkpoint: str, step: int, directory: Path, model: nn.Module) -> str:
-    """Load the checkpoint into the model; return its name.
+    """Load the checkpoint at a loss landscape's center into the model; return its name.
 
     Raises:
         UsageError: it does not exist, or belongs to another model.
@@ -350,7 +351,7 @@ def _load_end(to: str, checkpoint: str, directory: Path, model: nn.Module) -> st
 
 
 def _load_file(path: Path, model: nn.Module) -> None:
-    """Load a state dict; nothing in the file is run.
+    """Load a state dict for a loss landscape; nothing in the file is run.
 
     Raises:
         FormatError: it is not a checkpoint.

@@ -100,6 +100,7 @@ def show_plan(
 def _write_plan(
     plan_input: PlanInput, result: TrainingPlan, form: Format, *, is_guessed: bool
 ) -> None:
+    """Print the estimate of a planned training, with its formulas as notes."""
     notes = ["flops", "attention", "time", "batch", "states", "activations"]
     notes += ["shape"] if is_guessed else []
     mark = {name: f"[{number}]" for number, name in enumerate(notes, 1)}

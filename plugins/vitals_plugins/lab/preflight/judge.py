@@ -94,7 +94,7 @@ def judge(
     baselines: Mapping[str, Baseline] | None = None,
     num_gpus: int = 0,
 ) -> tuple[PreflightFinding, ...]:
-    """Return the problems, failures first.
+    """Return the problems that a preflight found, failures first.
 
     Args:
         reports: the latest report of each rank that sent one.
@@ -135,6 +135,7 @@ def _missing_ranks(reports: Sequence[PreflightReport]) -> list[int]:
 
 
 def _silent_ranks(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:
+    """Yield the ranks of a preflight that did not report, or did not finish."""
     missing = _missing_ranks(reports)
     running = [each for each in reports if each.stage < DONE]
     if missing:
@@ -176,7 +177,7 @@ def _silent_ranks(reports: Sequence[PreflightReport]) -> Iterable[PreflightFindi
 def _culprits(
     at_fault: Sequence[PreflightReport], reports: Sequence[PreflightReport], stage: int
 ) -> tuple[str, ...]:
-    """Return the nodes at fault, or none if their cause may be a shared one.
+    """Return the nodes at fault in a preflight, or none if their cause may be a shared one.
 
     A file server, a quota or an image affects many nodes, and each of them if it is checked alone.
     """
@@ -189,6 +190,7 @@ def _culprits(
 def _missing_gpus(
     reports: Sequence[PreflightReport], baselines: Mapping[str, Baseline], num_gpus: int
 ) -> Iterable[PreflightFinding]:
+    """Yield the nodes with fewer GPUs than expected, or than in earlier preflights."""
     if _missing_ranks(reports):
         return
     least = int(any(each.is_gpu for each in reports))
@@ -209,6 +211,7 @@ def _missing_gpus(
 
 
 def _errors(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:
+    """Yield the errors of ranks in a preflight, by the measurement that failed."""
     is_local = False
     for index, stage in enumerate(STAGES[:NUM_LOCAL]):
         failed = [each for each in reports if stage in each.errors]
@@ -235,6 +238,7 @@ def _errors(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:
 
 
 def _wrong_results(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:
+    """Yield the ranks of a preflight that computed wrong results."""
     by_kernel: dict[str, list[PreflightReport]] = defaultdict(list)
     for report in reports:
         for wrong in report.wrong:
@@ -256,7 +260,7 @@ def _wrong_results(reports: Sequence[PreflightReport]) -> Iterable[PreflightFind
 def _slow_ranks(
     reports: Sequence[PreflightReport], baselines: Mapping[str, Baseline]
 ) -> Sequence[PreflightFinding]:
-    """Return one finding per slow rank, and notes about those that cannot be attributed."""
+    """Return one finding per slow rank of a preflight, and notes on those not attributable."""
     reasons: dict[int, list[str]] = defaultdict(list)
     notes: list[PreflightFinding] = []
     by_rank = {each.rank: each for each in reports}
@@ -297,7 +301,7 @@ def _slow_ranks(
 
 
 def _speeds(spec: FigureSpec, reports: Sequence[PreflightReport]) -> dict[int, float]:
-    """Return the figure by rank so that more is better, without ranks that did not measure it.
+    """Return a preflight's figure by rank: more is better, without ranks that lack it.
 
     A figure of the node has one entry per node, for its first rank.
     """
@@ -311,17 +315,19 @@ def _speeds(spec: FigureSpec, reports: Sequence[PreflightReport]) -> dict[int, f
 
 
 def _as_speed(spec: FigureSpec, value: float | None) -> float | None:
+    """Return a preflight's figure so that more is better; None if it is missing or invalid."""
     if value is None or not math.isfinite(value) or value <= 0:
         return None
     return 1 / value if spec.is_time else value
 
 
 def _ratio(spec: FigureSpec, report: PreflightReport) -> float:
+    """Return the part of the usual speed below which a rank of a preflight is slow."""
     return spec.gpu_ratio if report.is_gpu else spec.cpu_ratio
 
 
 def _is_slow(speed: float, others: Sequence[float], ratio: float) -> bool:
-    """Return whether a rank is below the others by the ratio and by more than their scatter.
+    """Return whether a preflight's rank is slow: by the ratio and by more than others' scatter.
 
     The reference excludes the rank itself: with three ranks it would be a third of it.
     """
@@ -336,6 +342,7 @@ def _compare_two(
     by_rank: Mapping[int, PreflightReport],
     reasons: dict[int, list[str]],
 ) -> Iterable[PreflightFinding]:
+    """Compare the speeds of a preflight with only two ranks; yield a note if none can be blamed."""
     (slow, slow_speed), (fast, fast_speed) = sorted(speeds.items(), key=lambda each: each[1])
     bound = _ratio(spec, by_rank[slow])
     if slow_speed < min(TWO_RANKS_RATIO, bound) * fast_speed:
@@ -354,7 +361,7 @@ def _compare_two(
 def _slower_than_history(
     spec: FigureSpec, reports: Sequence[PreflightReport], baselines: Mapping[str, Baseline]
 ) -> tuple[dict[int, str], int]:
-    """Return why ranks are slower than earlier, and the number of nodes that were compared.
+    """Return why ranks are slower than in earlier preflights, and how many nodes were compared.
 
     Disks are not compared: the speed of a file server depends on other nodes and jobs.
     """
@@ -375,6 +382,7 @@ def _slower_than_history(
 
 
 def _slow_text(spec: FigureSpec, speed: float, reference: float, of_whom: str) -> str:
+    """Return a slow rank's speed as text, compared with other ranks or earlier preflights."""
     return (
         f"{spec.label} {_figure(spec, speed)}, {100 * speed / reference:.0f}% of the speed of "
         f"{of_whom} ({_figure(spec, reference)})"
@@ -382,6 +390,7 @@ def _slow_text(spec: FigureSpec, speed: float, reference: float, of_whom: str) -
 
 
 def _figure(spec: FigureSpec, speed: float) -> str:
+    """Return a speed that a preflight measured as text with its unit."""
     if spec.is_time:
         return humanize_seconds(1 / speed)
     return f"{speed:.3g} FLOP/s" if spec.unit == "FLOP/s" else f"{humanize_bytes(speed)}/s"
@@ -485,6 +494,7 @@ def _slow_links(
 
 
 def _skipped_disks(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:
+    """Yield a note on ranks whose disk a preflight did not measure, because it is almost full."""
     skipped = [
         each
         for each in reports
@@ -498,6 +508,7 @@ def _skipped_disks(reports: Sequence[PreflightReport]) -> Iterable[PreflightFind
 
 
 def _skewed_clocks(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:
+    """Yield the nodes of a preflight whose clocks differ from the others."""
     # A clock belongs to a node: take the rank of each node with the best estimate.
     best: dict[str, PreflightReport] = {}
     for report in reports:
@@ -533,6 +544,7 @@ def _skewed_clocks(reports: Sequence[PreflightReport]) -> Iterable[PreflightFind
 
 
 def _small_limits(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:
+    """Yield a note on nodes with few open files or little shared memory for a training."""
     bounds = (
         ("open_files", MIN_OPEN_FILES, "open files", "raise it: ulimit -n 65536"),
         ("shared_bytes", MIN_SHARED_BYTES, "bytes of free shared memory",
@@ -551,6 +563,7 @@ def _small_limits(reports: Sequence[PreflightReport]) -> Iterable[PreflightFindi
 
 
 def _different_versions(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:
+    """Yield the software versions in which the nodes of a preflight differ."""
     for name in sorted({name for each in reports for name in each.versions}):
         values = {each.node: each.versions.get(name, "missing") for each in reports}
         yield from _differences("different_versions", name, values, is_note=name in MAY_DIFFER)
@@ -584,12 +597,15 @@ def _ranks(reports: Iterable[PreflightReport]) -> list[int]:
 
 
 def _nodes(reports: Sequence[PreflightReport]) -> tuple[str, ...]:
+    """Return the nodes of a preflight's reports, each once."""
     return tuple(dict.fromkeys(each.node for each in reports))
 
 
 def _count_nodes(nodes: Sequence[str]) -> str:
+    """Name the first node of a preflight's finding, and how many more there are."""
     return nodes[0] + (f" and {len(nodes) - 1} more nodes" if len(nodes) > 1 else "")
 
 
 def _ranks_on_nodes(reports: Sequence[PreflightReport]) -> str:
+    """Name the ranks and nodes of a preflight's reports."""
     return f"{name_ranks(_ranks(reports))} on {_count_nodes(_nodes(reports))}"

@@ -100,7 +100,7 @@ class PreflightReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report_lines(report: PreflightReport, *, has_facts: bool) -> bytes:
-    """Return a report as it is printed: versions and limits have a separate line.
+    """Return a preflight report as it is printed: versions and limits have a separate line.
 
     Slurm cuts output after 1,024 bytes, and mixes the parts of several ranks.
     """
@@ -128,12 +128,12 @@ def merge_reports(earlier: PreflightReport, report: PreflightReport) -> Prefligh
 
 
 def round_figure(value: float) -> float:
-    """Return a value with four significant digits, which keep a report short."""
+    """Return a measurement with four significant digits, which keep a preflight report short."""
     return float(f"{value:.4g}")
 
 
 def clock_offset(sent: float, received: float, replied: float, returned: float) -> ClockOffset:
-    """Return the offset of this clock from another one, by the formula of NTP (RFC 5905, 8).
+    """Return a rank's clock offset from another one, by the formula of NTP (RFC 5905, 8).
 
     The error is at most half of the time that the messages took.
 
@@ -148,7 +148,7 @@ def clock_offset(sent: float, received: float, replied: float, returned: float) 
 
 
 def pair_of(rank: int, world_size: int, turn: int) -> int | None:
-    """Return the partner of a rank in one turn of a round-robin tournament; None if it pauses.
+    """Return the rank to measure the link to in a round-robin turn; None if the rank pauses.
 
     The circle method: in ``num_turns(world_size)`` turns each rank meets each other rank once.
     """
@@ -164,5 +164,5 @@ def pair_of(rank: int, world_size: int, turn: int) -> int | None:
 
 
 def num_turns(world_size: int) -> int:
-    """Return the number of turns in which every rank meets every other rank."""
+    """Return the number of turns in which a preflight pairs every rank with every other."""
     return 0 if world_size < 2 else world_size - 1 + world_size % 2

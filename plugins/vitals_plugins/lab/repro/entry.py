@@ -27,7 +27,7 @@ class EntryResult(NamedTuple):
 
 
 def run_entry_function(entry: str) -> EntryResult:
-    """Return the result of the user's function.
+    """Return the model, loss and loader for a replay or a landscape, from the user's function.
 
     Raises:
         UsageError: it cannot be imported, raises, or returns something else.
@@ -60,6 +60,7 @@ def run_entry_function(entry: str) -> EntryResult:
 
 
 def _load_function(entry: str) -> Callable[[], Any]:
+    """Import the user's function that builds the model and loss for a replay or a landscape."""
     where, _, name = entry.rpartition(":")
     if not where or not name.isidentifier():
         raise UsageError(
@@ -82,6 +83,7 @@ def _load_function(entry: str) -> Callable[[], Any]:
 
 
 def _import_module(name: str) -> Any:
+    """Import the user's module from the working directory or the path, for a replay."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     return importlib.import_module(name)
