@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.node import Spot, locate_process, name_nodes
 from trainer_hooks.ranks import Ranks, on_every_rank
 from trainvitals.clock import Clock
 from trainvitals.errors import (
@@ -33,7 +34,6 @@ from trainvitals.identity import (
 from trainvitals.io.control_key import control_folder
 from trainvitals.io.journal import JournalWriter, announce_run, check_room, journal_directory
 from trainvitals.io.mailbox import CommandInbox, Mailbox
-from trainvitals.io.node import Spot, locate_process, name_nodes
 from trainvitals.io.private import is_memory_backed, private_bases
 from trainvitals.io.relaunch import earlier_run, remember_run
 from trainvitals.io.rundir import RunDir, is_full

@@ -8,7 +8,8 @@ import streamlit as st
 
 from trainvitals.errors import UsageError
 from trainvitals.views import Branch, CellsQuestion, CellsReply, DecisionsQuestion, RunSummary
-from vitals_dashboard import formatting, heatmap, layout
+from vitals_dashboard import formatting, layout
+from vitals_dashboard.charts import heatmap
 from vitals_dashboard.source import DataSource
 
 POINTS, ROWS = 160, 64

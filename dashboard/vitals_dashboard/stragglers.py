@@ -7,7 +7,8 @@ import numpy as np
 
 from trainvitals.units import humanize_count
 from trainvitals.views import RunDetail
-from vitals_dashboard import formatting, heatmap
+from vitals_dashboard import formatting
+from vitals_dashboard.charts import heatmap
 
 SLOWER = 0.05
 """Part by which a rank must be slower than the middle of all to be named."""

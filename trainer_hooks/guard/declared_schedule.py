@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from trainer_hooks.guard.lr_schedule import LRSchedule, RateBand, ScheduleFollower
 from trainer_hooks.guard.schedules import (
     SchedulerEvery,
     describe_scheduler,
@@ -24,7 +25,6 @@ from trainer_hooks.guard.schedules import (
     scheduler_step_count,
 )
 from trainer_hooks.measures.host import HostMeasurements
-from trainvitals.detect.schedule import LRSchedule, RateBand, ScheduleFollower
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 from trainvitals.records import Finding

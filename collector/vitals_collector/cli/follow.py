@@ -21,8 +21,8 @@ from trainvitals.printable import printable
 from trainvitals.units import humanize, humanize_count
 from trainvitals.views import RunsQuestion, RunSummary
 from vitals_collector.cli.opening import CollectorOptions, RunChoice, as_folder
+from vitals_collector.cli.progress import ProgressReader, RunProgress
 from vitals_collector.queries.open import OpenedReader, open_folder
-from vitals_collector.queries.progress import ProgressReader, RunProgress
 
 if TYPE_CHECKING:
     from rich.console import Console

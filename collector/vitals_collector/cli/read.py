@@ -15,9 +15,9 @@ from trainvitals.io.rundir import RunDir, is_run_id
 from trainvitals.views import RunsQuestion
 from vitals_collector.cli.follow import follow as show_progress
 from vitals_collector.cli.opening import CollectorOptions, RunChoice, warn_of_unreadable
+from vitals_collector.cli.tail import StepTail
 from vitals_collector.cli.writing import TableFormat, TableOutput
 from vitals_collector.queries.open import OpenedReader
-from vitals_collector.queries.tail import StepTail
 
 _RUN_COLUMNS = (
     *("run", "name", "state", "health", "step", "loss"),

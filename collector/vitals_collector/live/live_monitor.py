@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from sqlalchemy import Connection, delete, func, select
 
-from trainvitals.detect.attribution import Onset, OnsetTracker
 from trainvitals.detect.fleet import FleetConfig, FleetDetectors
+from trainvitals.detect.fleet.attribution import Onset, OnsetTracker
 from trainvitals.detect.fleet.base import MergedStep, NodeSample
 from trainvitals.detect.fleet.ranks import STALL
 from trainvitals.detect.hang import HangFollower

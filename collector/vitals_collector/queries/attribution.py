@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from sqlalchemy import Connection, select
 
-from trainvitals.detect.attribution import (
+from trainvitals.detect.fleet.attribution import (
     INFERRED_WEIGHTS,
     LAG,
     REFERENCE,

@@ -6,7 +6,8 @@ import streamlit as st
 
 from trainvitals.detect.registry import kinds_about
 from trainvitals.views import FindingsQuestion, RunDetail, RunQuestion, RunSummary
-from vitals_dashboard import formatting, heatmap, heatmap_page, layout, stragglers, tables
+from vitals_dashboard import formatting, heatmap_page, layout, stragglers, tables
+from vitals_dashboard.charts import heatmap
 from vitals_dashboard.heatmap_page import MetricChoice
 from vitals_dashboard.source import DataSource
 

@@ -33,7 +33,7 @@ from vitals_collector.queries.ledger import run_row
 from vitals_collector.queries.series import attempt_rows
 from vitals_collector.storage.store import Store
 from vitals_collector.storage.tokens import Principal
-from vitals_plugins.bridges.importers.protobuf import (
+from vitals_plugins.bridges.protobuf import (
     decode_double,
     decode_int64,
     encode_varint,

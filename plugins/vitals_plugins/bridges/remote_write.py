@@ -24,7 +24,7 @@ from trainvitals.errors import ConfigError, MissingDependencyError
 from vitals_collector.alerts.notifiers import AsyncPinnedTransport, check_url, redacted
 from vitals_collector.api.exposition import OUTCOMES
 from vitals_collector.storage.store import IngestCounters
-from vitals_plugins.bridges.importers.protobuf import encode_varint
+from vitals_plugins.bridges.protobuf import encode_varint
 
 PUSH_SECONDS = 15.0
 """From one push to the next: as often as the generated configuration scrapes."""

@@ -22,7 +22,7 @@ from vitals_plugins.bridges.importers.columns import (
     normalize_column_name,
 )
 from vitals_plugins.bridges.importers.files import read_whole, translate_read_errors
-from vitals_plugins.bridges.importers.protobuf import (
+from vitals_plugins.bridges.protobuf import (
     decode_double,
     decode_int64,
     decode_sint64,

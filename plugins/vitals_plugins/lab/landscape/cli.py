@@ -21,6 +21,7 @@ from trainvitals.errors import FormatError, MissingDependencyError, StorageError
 from trainvitals.io.private import replace_file
 from trainvitals.jsonable import to_json
 from trainvitals.printable import name_type
+from vitals_plugins.lab.entry import CONTRACT, EntryResult, run_entry_function
 from vitals_plugins.lab.landscape.picture import draw_landscape
 from vitals_plugins.lab.landscape.words import (
     landscape_sentences,
@@ -30,7 +31,6 @@ from vitals_plugins.lab.landscape.words import (
     path_facts,
     path_sentences,
 )
-from vitals_plugins.lab.repro.entry import CONTRACT, EntryResult, run_entry_function
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

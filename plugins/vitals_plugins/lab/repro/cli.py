@@ -18,7 +18,7 @@ from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.capsules import CapsuleFile, find_capsules
 from trainvitals.io.rundir import RunDir
 from trainvitals.printable import printable
-from vitals_plugins.lab.repro.entry import CONTRACT, run_entry_function
+from vitals_plugins.lab.entry import CONTRACT, run_entry_function
 
 if TYPE_CHECKING:
     from trainer_hooks.repro.capsule import Capsule

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from trainvitals.detect.attribution import MOST_ONSETS, Onset, OnsetTracker, find_origin_onset
+from trainvitals.detect.fleet.attribution import MOST_ONSETS, Onset, OnsetTracker, find_origin_onset
 from trainvitals.detect.fleet.base import MergedStep
 
 LAYERS = ("h.0", "h.1", "h.2", "h.3", "h.4", "h.5", "head")
