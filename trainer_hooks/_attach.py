@@ -175,7 +175,7 @@ class Attached(MonitorBase):
             self._report_never_stepped("20 losses were given")
 
     def grad_norm(self, norm: Tensor | float) -> None:
-        """Report the norm of all gradients before the loop's clip.
+        """Report to ``attach``'s guard the norm of all gradients before the loop's clip.
 
         Call before ``optimizer.step()`` on all ranks, with the result of ``clip_grad_norm_``.
 
@@ -188,7 +188,7 @@ class Attached(MonitorBase):
             self._norm = self._parts.number("norm", whole)
 
     def before_clip(self, max_norm: float | None = None) -> None:
-        """Measure and judge the gradients before the loop's own clip.
+        """Let ``attach``'s guard measure and judge the gradients before the loop's own clip.
 
         Call on all ranks after the last backward of the step and before the clip.
         ``optimizer.step()`` then applies the verdict. More exact than ``grad_norm``: a finite
@@ -205,7 +205,7 @@ class Attached(MonitorBase):
         self._parts.clock.start_loop_clip()
 
     def keep_batch(self, batch: Any, probe: LossOf) -> None:
-        """Keep this batch for the probe, if it is due.
+        """Keep this batch of an attached loop for the probe, if it is due.
 
         Call before the forward of the batch, on all ranks and in every step. ``attach`` does not
         roll back: if the probe finds damaged weights, an alert pages. The step's loss must be known
@@ -221,13 +221,13 @@ class Attached(MonitorBase):
         self._num_batches += 1
 
     def when_closed(self, undo: Callable[[], None]) -> None:
-        """Call ``undo`` when this closes, to restore what an adapter replaced."""
+        """Call ``undo`` when ``attach``'s guard closes, to restore what an adapter replaced."""
         self._undo.append(undo)
 
     # ---------------------------------------------------------------------------- one step
 
     def _step_one(self, index: int, begins: bool) -> None:
-        """Step one of the loop's optimizers; a step's first one judges it for all."""
+        """Step one optimizer of an attached loop; a step's first one judges it for all."""
         if self._run.halted is not None:
             raise self._run.halted
         guards = (self._device.engine.guards[index],)
@@ -246,7 +246,7 @@ class Attached(MonitorBase):
         self._finish_step(judged)
 
     def _judge(self, max_norm: MaxNorm | None, *, before_clip: bool) -> Judged:
-        """Measure, exchange and judge the current gradients of all optimizers."""
+        """Measure, exchange and judge the current gradients of all optimizers of ``attach``."""
         run, device, parts = self._run, self._device, self._parts
         refuse_at_step(None, device.joinables)
         first = self._step == self._first_step
@@ -272,7 +272,7 @@ class Attached(MonitorBase):
         return Judged(verdict, prepared, orders, max_norm, before_clip)
 
     def _finish_step(self, judged: Judged) -> None:
-        """Restore buffers after a bad step, and report the step's numbers."""
+        """Restore buffers after a bad step of an attached loop; report the step's numbers."""
         run, device, parts = self._run, self._device, self._parts
         attempted = self._step
         parts.settle(judged.orders)
@@ -310,7 +310,7 @@ class Attached(MonitorBase):
             run.report_unguarded(text, step=self._step)
 
     def _report_unjudged_parts(self) -> None:
-        """Note that the loop's own clip hides outliers of the gradient norm."""
+        """Note that a clip in the loop given to ``attach`` hides outliers of the gradient norm."""
         if not self._run.given.owns_clip and self._norm is None:
             text = (
                 "gradient-norm outliers are not judged, because the loop's own clip hides them. "
@@ -320,7 +320,7 @@ class Attached(MonitorBase):
             self._run.emitter.note("norm_unknown", text, step=self._step, attempt=self.attempt)
 
     def _refuse_late_gradients(self, index: int) -> None:
-        """In the first step, refuse gradients that appeared after the exchange."""
+        """In an attached loop's first step, reject gradients that appeared after the exchange."""
         if not self._measured:
             return
         now, measured = _weak_gradient_refs(self._device.optimizers[index]), self._measured[index]
@@ -334,7 +334,7 @@ class Attached(MonitorBase):
             )
 
     def _release(self) -> None:
-        """Undo the adapters' replacements, and restore ``optimizer.step``."""
+        """Undo the adapters' replacements, and restore ``optimizer.step`` after ``attach``."""
         for undo in reversed(self._undo):
             with self._run.faults.fail_open("close"):
                 undo()
@@ -343,6 +343,6 @@ class Attached(MonitorBase):
 
 
 def _weak_gradient_refs(optimizer: Optimizer) -> list[Callable[[], Tensor | None]]:
-    """Return weak references to the gradients, so that they are not kept alive."""
+    """Return weak references to an attached loop's gradients, so that they are not kept alive."""
     grads = [param.grad for param in params_of([optimizer])]
     return [(lambda: None) if grad is None else weakref.ref(grad) for grad in grads]

@@ -274,7 +274,7 @@ def build_monitor_parts(arguments: WatchArguments) -> MonitorParts | None:
 def _open_emitter(
     ranks: Ranks, device: DeviceParts, run_paths: RunPaths, faults: FaultCounter, clock: Clock
 ) -> Emitter:
-    """Open this rank's journal and return its emitter."""
+    """Open this rank's journal in ``watch``, and return its emitter."""
     return Emitter(
         open_journal(run_paths, ranks, faults, clock, device.norms.device),
         clock=clock,
@@ -300,7 +300,7 @@ def _build_recovery(
     state: TrainingState | None,
     replicas: Replicas | None,
 ) -> RecoveryManager | None:
-    """Set up snapshots and checkpoints, if they are enabled. Collective."""
+    """Set up snapshots and checkpoints, if ``watch`` enables them. Collective."""
     settings, stopping = arguments.checkpoint_settings(run_paths.run_dir), arguments.early_stopping
     if settings is None:
         return None
@@ -328,7 +328,7 @@ def _run_context(
     faults: FaultCounter,
     clock: Clock,
 ) -> RunContext:
-    """Build the parts of the run, with the budgets of its earlier starts. Collective."""
+    """Build the run's parts for the monitor, with its earlier starts' budgets. Collective."""
     assert mode != "off", "an unwatched run has no host part"
     emitter = _open_emitter(ranks, device, place, faults, clock)
     plan = PlanJournal(
@@ -383,7 +383,7 @@ def _run_context(
 
 
 def _build_training_state(arguments: WatchArguments, device: DeviceParts) -> TrainingState | None:
-    """Return the training state for the replica checks; None if it cannot be read."""
+    """Return the watched training state for the replica checks; None if it cannot be read."""
     try:
         return TrainingState(
             arguments.model,
@@ -397,7 +397,7 @@ def _build_training_state(arguments: WatchArguments, device: DeviceParts) -> Tra
 
 
 def _start_run(run: RunContext, run_paths: RunPaths, info: RunInfo) -> Restored | None:
-    """Load the latest checkpoint of this run, if any; record the start; take the first snapshot."""
+    """Load a watched run's latest checkpoint, if any; record the start; take the first snapshot."""
     recovery = run.recovery
     restored = recovery.resume() if recovery is not None else None
     attempt = AttemptStarted(id=run_paths.attempt, parent=None, fork_step=0, reason="start")
@@ -424,7 +424,7 @@ def _start_run(run: RunContext, run_paths: RunPaths, info: RunInfo) -> Restored 
 
 
 def _build_restart_check(run: RunContext, run_paths: RunPaths) -> RestartCheck | None:
-    """Return the comparison with the earlier starts; None without losses that fall."""
+    """Return ``watch``'s comparison with the earlier starts; None without losses that fall."""
     earlier = None
     if run.judge.config.loss_kind == "minimize":
         with run.faults.fail_open("earlier_losses"):
@@ -435,7 +435,7 @@ def _build_restart_check(run: RunContext, run_paths: RunPaths) -> RestartCheck |
 def _emit_start_events(
     run: RunContext, run_paths: RunPaths, info: RunInfo, attempt: AttemptStarted
 ) -> None:
-    """Write the events about the start of this rank; rank 0 those of the run."""
+    """Write ``watch``'s events about the start of this rank; rank 0 those of the run."""
     ranks, step = run.ranks, attempt.fork_step
     started = RankStarted(
         rank=ranks.rank,
@@ -461,7 +461,7 @@ def _emit_start_events(
 
 
 def _start_agent(run: RunContext, run_paths: RunPaths, environ: Mapping[str, str]) -> None:
-    """Start this node's agent, unless VITALS_AGENT is off or a package is missing."""
+    """Let ``watch`` start the node's agent, unless VITALS_AGENT is off or a package is missing."""
     if environ.get("VITALS_AGENT") == "off" or run_paths.folder is None:
         return
     missing = missing_packages()

@@ -76,7 +76,7 @@ class WatchArguments:
         return self.loss_kind or loss_kind_of_task(self.task) or default
 
     def tokens(self) -> int | None:
-        """Return the argument ``tokens_per_step`` as a number; raise if invalid."""
+        """Return ``watch``'s argument ``tokens_per_step`` as a number; raise if invalid."""
         value: Any = self.tokens_per_step
         if value is None:
             return None
@@ -88,7 +88,7 @@ class WatchArguments:
         return int(value)
 
     def hyperparameters(self) -> Mapping[str, object]:
-        """Return the configuration as a mapping; raise if invalid."""
+        """Return the configuration given to ``watch`` as a mapping; raise if invalid."""
         config: object = self.config
         if config is None:
             return {}
@@ -123,7 +123,7 @@ class WatchArguments:
         )
 
     def agreed_mode(self, ranks: Ranks, environ: Mapping[str, str]) -> Mode:
-        """Return the mode after checking that all ranks have equal arguments. Collective."""
+        """Return the mode after checking that all ranks watch with equal arguments. Collective."""
 
         def checked() -> tuple[Mode, bool, object, object, LossKind]:
             _check_torch()
@@ -159,7 +159,7 @@ class WatchArguments:
         return cast(Mode, modes[0])
 
     def checkpoint_settings(self, run_dir: RunDir) -> CheckpointSettings | None:
-        """Return where and how checkpoints are stored; None if they are off."""
+        """Return where and how ``watch`` stores checkpoints; None if they are off."""
         if not self.checkpoints:
             return None
         if isinstance(self.checkpoints, CheckpointSettings):
@@ -170,6 +170,7 @@ class WatchArguments:
 
 
 def _check_argument_types(arguments: WatchArguments) -> None:
+    """Refuse arguments of wrong types in ``watch`` and ``attach``."""
     # Any: users may pass any type, whatever the annotation says.
     model: Any = arguments.model
     optimizers: tuple[Any, ...] = arguments.optimizers
@@ -247,6 +248,7 @@ def _check_early_stopping(value: object) -> None:
 
 
 def _check_loss_kind(value: object) -> None:
+    """Refuse a ``loss_kind`` given to ``watch`` that is not a known one."""
     if value not in get_args(LossKind):
         raise UsageError(
             f"loss_kind is {value!r}; it must be one of {', '.join(get_args(LossKind))}",
@@ -255,6 +257,7 @@ def _check_loss_kind(value: object) -> None:
 
 
 def _check_task(value: object) -> None:
+    """Refuse a ``task`` given to ``watch`` that is not a kind of post-training, except None."""
     if value is not None and not is_task(value):
         raise UsageError(
             f"task is {value!r}; it must be one of {', '.join(TASKS)}",
@@ -263,6 +266,7 @@ def _check_task(value: object) -> None:
 
 
 def _check_scheduler_every(value: object) -> None:
+    """Refuse a ``scheduler_every`` given to ``watch`` other than step and epoch."""
     if value not in get_args(SchedulerEvery):
         raise UsageError(
             f"scheduler_every is {value!r}; it must be 'step' or 'epoch'",
@@ -271,6 +275,7 @@ def _check_scheduler_every(value: object) -> None:
 
 
 def _check_on_hang(value: object) -> None:
+    """Refuse an ``on_hang`` given to ``watch`` other than alert and restart."""
     if value not in get_args(OnHang):
         raise UsageError(
             f"on_hang is {value!r}; it must be 'alert' or 'restart'",
@@ -279,7 +284,7 @@ def _check_on_hang(value: object) -> None:
 
 
 def _check_agent_choice(environ: Mapping[str, str]) -> None:
-    """Refuse a value of VITALS_AGENT other than auto and off."""
+    """Let ``watch`` refuse a value of VITALS_AGENT other than auto and off."""
     choice = environ.get("VITALS_AGENT", "auto")
     if choice not in ("auto", "off"):
         raise UsageError(
@@ -289,7 +294,7 @@ def _check_agent_choice(environ: Mapping[str, str]) -> None:
 
 
 def _check_names_and_paths(arguments: WatchArguments) -> None:
-    """Refuse names and paths of wrong types; other tools read them."""
+    """Refuse names and paths of wrong types given to ``watch``; other tools read them."""
     # Any: users may pass any type, whatever the annotation says.
     run: Any = arguments.run
     tags: Any = arguments.tags
@@ -321,7 +326,7 @@ def _check_names_and_paths(arguments: WatchArguments) -> None:
 def _effective_mode(
     mode: str, environ: Mapping[str, str], checkpoints: object, *, owns_step: bool = True
 ) -> Mode:
-    """Return the guard's mode after ``VITALS_MODE``; refuse impossible ones."""
+    """Return the mode of ``watch`` after ``VITALS_MODE``; refuse impossible ones."""
     override = environ.get("VITALS_MODE") or None  # launchers may set it to an empty string
     if override is not None and override not in ("off", "observe"):
         raise UsageError(
@@ -349,7 +354,7 @@ def _effective_mode(
 
 
 def _check_torch() -> None:
-    """Refuse a torch older than the oldest supported version."""
+    """Refuse to watch a training whose torch is older than the oldest supported version."""
     numbers = torch.__version__.split("+")[0].split(".")[:2]
     if tuple(int(n) for n in numbers) < _OLDEST_TORCH:
         raise MissingDependencyError(
@@ -369,11 +374,12 @@ def join_models(model: Any) -> Any:
 
 
 def _is_model_collection(model: Any) -> bool:
+    """Return whether ``watch`` was given several models: a sequence or a mapping."""
     return isinstance(model, Sequence | Mapping) and not isinstance(model, nn.Module | str)
 
 
 def _wrong_models(models: Any) -> UsageError | None:
-    """Return the error of an invalid collection of models, or None."""
+    """Return the error of an invalid collection of models given to ``watch``, or None."""
     by_name = _models_by_name(models)
     if not by_name:
         return UsageError("the list of models is empty", hint="watch([a, b], [opt_a, opt_b])")
@@ -394,7 +400,7 @@ def _wrong_models(models: Any) -> UsageError | None:
 
 
 def _models_by_name(models: Any) -> dict[str, Any]:
-    """Return several models by name: as given, or by class name if those differ."""
+    """Return several watched models by name: as given, or by class name if those differ."""
     if isinstance(models, Mapping):
         return {str(name): model for name, model in models.items()}
     classes = [type(unwrap(m)[0] if isinstance(m, nn.Module) else m).__name__ for m in models]
@@ -404,7 +410,7 @@ def _models_by_name(models: Any) -> dict[str, Any]:
 
 
 def turn_names(model: Any, optimizers: Sequence[Any]) -> list[str]:
-    """Return names of optimizers that take turns: that of its model, if it belongs to one."""
+    """Return names of watched optimizers that take turns: its model's, if it belongs to one."""
     owners: dict[int, str] = {}
     if _is_model_collection(model):
         for name, part in _models_by_name(model).items():
@@ -448,7 +454,7 @@ def refuse_misplaced(options: Mapping[str, object]) -> None:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return one or several optimizers, schedulers or models as a list."""
+    """Return one or several optimizers, schedulers or models given to ``watch`` as a list."""
     if value is None:
         return []
     # A Sequential or a loader is iterable too, but must count as one object.

@@ -328,6 +328,7 @@ class Monitor(MonitorBase):
             self._keep_state()
 
     def _refuse_after_the_end(self) -> None:
+        """Refuse a step after the monitor has halted, was closed or has restored the best state."""
         if self._run.halted is not None:
             raise self._run.halted
         if self._closed:
@@ -401,6 +402,7 @@ class Monitor(MonitorBase):
             self._run.features[ScheduleFeature].stepped_twice = error
 
     def _warn(self, code: str, text: str) -> None:
+        """Report a likely mistake in the loop at the monitor's current step."""
         self._run.warn(code, text, step=self._step)
 
     def _save_and_stop(self) -> None:
@@ -421,7 +423,7 @@ class Monitor(MonitorBase):
             raise SystemExit(EXIT_CODE)
 
     def _meta(self) -> Meta:
-        """Return the part of a snapshot other than tensors, with the data position."""
+        """Return the part of the monitor's snapshot other than tensors, with the data position."""
         return snapshot_meta(self._run, self._feed.state())
 
     def restore_best(self) -> RestoredBest:

@@ -118,7 +118,7 @@ def on_every_rank(ranks: Ranks, call: Callable[[], T]) -> list[T]:
 
 
 def name_failed_ranks(error: Exception, failed: Sequence[int], world_size: int) -> Exception:
-    """Add the failed ranks to the message, if not all ranks failed."""
+    """Add the failed ranks to the error's message, if not all ranks failed."""
     if not isinstance(error, VitalsError) or isinstance(error, TrainingHalted):
         return error
     if len(failed) == world_size or error.text.startswith("rank "):

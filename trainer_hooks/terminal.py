@@ -36,7 +36,7 @@ class _StderrHandler(_StreamHandler):
     """Writes to the current stderr, above a tqdm bar, while logging is not configured."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the line, unless the root logger has a handler by now, which writes it."""
+        """Write a terminal line, unless the root logger has a handler by now, which writes it."""
         if logging.getLogger().handlers:
             return
         self.stream = sys.stderr  # a notebook or test may have replaced it
@@ -51,7 +51,7 @@ class _StderrHandler(_StreamHandler):
 
 
 def show_log() -> None:
-    """Show the logger's INFO lines if logging is not configured; otherwise do nothing."""
+    """Show INFO lines on the terminal if logging is not configured; otherwise do nothing."""
     if _LOG.handlers or logging.getLogger().handlers:
         return
     handler = _StderrHandler()
@@ -199,6 +199,7 @@ class Terminal:
         )
 
     def _may_print(self, kind: str) -> bool:
+        """Return whether a terminal line of this kind may be printed again, by time."""
         now, last = self._clock.monotonic_ns(), self._last_line_ns.get(kind)
         if last is not None and now - last < SECONDS_BETWEEN_LINES * 1e9:
             return False
@@ -206,6 +207,7 @@ class Terminal:
         return True
 
     def _end_row(self) -> None:
+        """End a series of skips, and print the number of those without a terminal line."""
         self.in_row = False
         if self._untold and self._may_print("more"):
             verb = "would have been skipped" if self._mode == "observe" else "skipped"
@@ -214,12 +216,14 @@ class Terminal:
             self._untold = 0
 
     def _describe(self, decision: Decision) -> str:
+        """Return a decision as a line for the terminal; after a halt, with the next command."""
         text = decision_text(decision)
         if decision.action == "halt" and decision.acted:
             text = f"{text}; next: vitals why {self._path} {decision.step}"
         return text
 
     def _guard_summary(self) -> str:
+        """Return the skips and rollbacks of the run as text, for its last terminal line."""
         counts = self._counts
         if self._mode == "observe":
             skips, rollbacks = counts["skip_step", False], counts["rollback", False]
@@ -236,10 +240,11 @@ class Terminal:
 
 
 def _format_count(count: int, what: str) -> str:
+    """Return a count with its noun for a line on the terminal: plural, or "no" for 0."""
     return (f"{count:,}" if count else "no") + f" {what}" + ("" if count == 1 else "s")
 
 
 def _short(path: Path) -> str:
-    """Return the path relative to the working directory, if it is inside."""
+    """Return the path for the terminal, relative to the working directory if it is inside."""
     path, here = path.absolute(), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -107,7 +107,7 @@ class RankEarlyStopping:
     def _take_copy(
         self, ring: SnapshotRing, step: int, attempt: int, meta: Callable[[], Meta]
     ) -> None:
-        """Copy the state, unless another copy of this attempt is still pending."""
+        """Copy the state that early stopping may keep, unless a copy of this attempt is pending."""
         before, self._missed = self._copy, ""
         if before is not None and before.attempt == attempt and before.step != step:
             self._missed = f"the evaluation of step {before.step} is not decided yet"
@@ -242,6 +242,7 @@ class RankEarlyStopping:
     def _note_best_restored(
         self, name: str, at: int, value: float, step: int, attempt: int
     ) -> None:
+        """Write the note about the best state that early stopping restored."""
         stopper, metric = self._stopper, self._settings.metric
         text = f"best state restored: {metric} {value:g} of step {at} ({name})"
         if stopper.best is not None and stopper.best_step != at:
@@ -250,9 +251,11 @@ class RankEarlyStopping:
 
     @property
     def _is_rank0(self) -> bool:
+        """Return whether this is rank 0, whose metric decides early stopping."""
         return self._ranks.rank == 0
 
     def _warn_once(self, code: str, text: str, step: int, attempt: int) -> None:
+        """Write a warning about early stopping once per code."""
         if code not in self._said:
             self._said.add(code)
             self._emit_note(code, text, step, attempt, "warning")

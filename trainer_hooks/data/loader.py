@@ -37,14 +37,14 @@ MAX_WINDOWS = 1000
 
 
 def is_in_windows(windows: Iterable[BatchWindow], epoch: int, batch: int) -> bool:
-    """Return whether one of the windows contains the batch."""
+    """Return whether one of the windows that the loader skips contains the batch."""
     return any(
         w.epoch == epoch and w.first_batch <= batch < w.first_batch + w.num_batches for w in windows
     )
 
 
 def carry_over(windows: Iterable[BatchWindow], epoch: int, length: int) -> list[BatchWindow]:
-    """Move the parts of windows behind the end of an epoch to the next epoch."""
+    """Move the parts of skipped windows behind the end of a loader's epoch to the next epoch."""
     carried: list[BatchWindow] = []
     for window in windows:
         end = window.first_batch + window.num_batches
@@ -61,7 +61,7 @@ def carry_over(windows: Iterable[BatchWindow], epoch: int, length: int) -> list[
 
 
 def convert_window(window: BatchWindow, num_ranks: int) -> BatchWindow:
-    """Convert a window to another number of ranks, rounded outward so that it covers no less."""
+    """Convert a window of batches to another number of ranks, rounded outward to cover no less."""
     if window.num_ranks in (0, num_ranks):
         return window
     first = window.first_batch * window.num_ranks // num_ranks
@@ -184,23 +184,23 @@ class Batches:
 
     @property
     def epochs(self) -> tuple[int | None, int]:
-        """Batches per epoch (None if unknown), and the number of epochs."""
+        """Return the loader's batches per epoch (None if unknown), and the number of epochs."""
         return self._length, self._epochs
 
     @property
     def sampler_seed_and_epoch(self) -> tuple[int, int]:
-        """Seed and epoch of a ``DistributedSampler``; (-1, -1) for other samplers."""
+        """Return seed and epoch of the loader's ``DistributedSampler``; (-1, -1) for others."""
         return sampler_seed_and_epoch(self._loader)
 
     def move_to(self, target: BatchIndex) -> BatchIndex:
-        """Continue at ``target``, at or behind the current position; carry into the next epoch."""
+        """Continue the loader at ``target``, at or behind its position; carry to the next epoch."""
         while self._length and target.batch >= self._length:
             target = BatchIndex(target.epoch + 1, target.batch - self._length)
         self.next_position = max(self.next_position, target)
         return target
 
     def skip(self, window: BatchWindow) -> list[BatchWindow]:
-        """Skip these batches from now on; return the window's part in each epoch."""
+        """Let the loader skip these batches from now on; return the window's part in each epoch."""
         parts = [window]
         if self._length:
             while parts[-1].first_batch + parts[-1].num_batches > self._length:
@@ -210,7 +210,7 @@ class Batches:
         return parts
 
     def why_not_exact(self, state: DataState | None) -> str:
-        """Return why the data cannot resume exactly from ``state``; empty if it can."""
+        """Return why the loader cannot resume exactly from ``state``; empty if it can."""
         loader, saved_state = self._loader, state or self._initial_state
         if saved_state is None:
             return "the checkpoint holds no position"
@@ -254,12 +254,13 @@ class Batches:
         return reason
 
     def _rewind_to_state(self, state: DataState) -> None:
+        """Continue the data loader at a saved position, converted to this number of ranks."""
         # With another number of ranks, each rank has a share of another size.
         batch = -(-state["batch"] * state["num_ranks"] // self._num_ranks)
         self.next_position, self._rewound_to = BatchIndex(state["epoch"], batch), state
 
     def state_dict(self) -> DataState | None:
-        """Return the position as plain values and tensors; at first, the initial state.
+        """Return the loader's position as plain values and tensors; at first, the initial state.
 
         The state of the loader itself is omitted if a checkpoint cannot store it.
         """
@@ -269,7 +270,7 @@ class Batches:
         return self._build_data_state(last.epoch, last.batch + 1) | {"opening": self._opening}
 
     def _build_data_state(self, epoch: int, batch: int) -> DataState:
-        """Return the position in the data as plain values, for a checkpoint."""
+        """Return the loader's position as plain values, for a checkpoint."""
         state: DataState = {
             "loop": self.loop,
             "num_ranks": self._num_ranks,
@@ -333,13 +334,13 @@ class Batches:
         self._finish_epoch(epoch)
 
     def _capture_rng(self) -> dict[str, Any] | None:
-        """Return the RNG state at which a batch is yielded, for a repro capsule."""
+        """Return the RNG state at which the loader yields a batch, for a repro capsule."""
         with self._faults.fail_open("capsule.rng"):
             return capture_now()
         return None
 
     def _finish_epoch(self, epoch: int) -> None:
-        """Continue in the next epoch; move the rest of the windows and of the position there."""
+        """Continue the loader in the next epoch; move the rest of windows and position there."""
         self.windows = carry_over(self.windows, epoch, self._num_seen)
         if self.next_position.epoch == epoch:
             self.next_position = BatchIndex(
@@ -347,12 +348,13 @@ class Batches:
             )
 
     def _is_skipped(self, epoch: int, index: int) -> bool:
+        """Return whether the loader skips a batch: before the position, or in a window."""
         return BatchIndex(epoch, index) < self.next_position or is_in_windows(
             self.windows, epoch, index
         )
 
     def _size_of(self, index: int, indices: tuple[Any, ...] | None) -> int | None:
-        """Return the samples of a batch, or None if unknown; an epoch's last one may be smaller."""
+        """Return a loader's batch size, None if unknown; an epoch's last one may be smaller."""
         if indices is not None:
             return len(indices)
         if self._total is None:
@@ -363,7 +365,7 @@ class Batches:
     # ------------------------------------------------------------------------------------ opening
 
     def _open_epoch(self, epoch: int) -> Iterator[_Found]:
-        """Return the epoch's batches with their indices; the caller skips windows."""
+        """Open the loader's epoch: return its batches with indices; the caller skips windows."""
         state, self._rewound_to = self._rewound_to, None
         self._set_epoch(epoch)
         if state is not None and state["opening"] is None:
@@ -408,6 +410,7 @@ class Batches:
             draws.close()
 
     def _set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the loader's samplers, if the loop has several epochs."""
         # With one epoch, the loop calls set_epoch itself.
         if self._epochs > 1 and isinstance(self._loader, DataLoader):
             for sampler in (self._loader.sampler, self._loader.batch_sampler):
@@ -416,7 +419,7 @@ class Batches:
                     set_epoch(epoch)
 
     def _restart_from(self, state: DataState) -> None:
-        """Restart the loop from its initial state, including the RNG state of the process."""
+        """Restart the data loader from its initial state, including the process's RNG state."""
         loader, first = self._loader, state["first"]
         restore_rng(first["rng"])
         restore_generator_states(loader, first["own"])
@@ -452,7 +455,7 @@ class Batches:
         return None
 
     def _skip_ahead(self, opening: Opening, start: int) -> Iterator[Any]:
-        """Return an iterator from which the first ``start`` batches were drawn and dropped."""
+        """Return the loader's iterator after its first ``start`` batches were drawn and dropped."""
         restore_rng(opening["rng"])
         restore_generator_states(self._loader, opening["own"])
         iterator = iter(self._loader)
@@ -463,6 +466,7 @@ class Batches:
 
 @contextmanager
 def _preserve_rng() -> Iterator[None]:
+    """Restore the process's RNG state after a loader's iterator has been created in the body."""
     now = capture_rng()
     try:
         yield
@@ -471,6 +475,7 @@ def _preserve_rng() -> Iterator[None]:
 
 
 def _loader_length(loader: Iterable[Any]) -> int | None:
+    """Return the number of batches in an epoch of a data loader; None if it has no length."""
     try:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):

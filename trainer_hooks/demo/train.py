@@ -32,7 +32,7 @@ TRAIN_BYTES, VALIDATION_BYTES = 4_000_000, 200_000
 
 
 def main() -> None:
-    """Train the demo's model, inject its faults, and write the result."""
+    """Train the small GPT of the demo, inject its faults, and write the result."""
     options = _parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
@@ -96,7 +96,7 @@ def rate(step: int, *, steps: int) -> float:
 
 
 def _batch_index(monitor: trainer_hooks.Monitor, seen: int) -> int:
-    """Return the index of the current batch; without a data position, the number of batches."""
+    """Return the demo's current batch index; without a data position, the number of batches."""
     position = getattr(monitor, "batch_position", None)
     return seen if position is None else position.batch
 

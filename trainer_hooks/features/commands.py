@@ -165,7 +165,7 @@ class CommandsFeature(StepFeature):
 def wait_paused_round(
     ranks: Ranks, words: Words, sigterm_received: bool, device: torch.device
 ) -> tuple[Words, bool]:
-    """Wait one round, then exchange rank 0's command and whether a rank received SIGTERM.
+    """Wait a paused round, then exchange rank 0's command and whether a rank received SIGTERM.
 
     Collective, on the training's own group: no other collective is in flight between two steps. A
     round is short, so a pause of any length stays far from the group's timeout. ``words`` are zeros

@@ -50,18 +50,18 @@ class Lateness:
         self._steps: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, columns: Mapping[str, Value], data_wait: float | None) -> None:
-        """Add the times of a step from its columns."""
+        """Add the times of a step from its columns, to choose the ranks that are profiled."""
         waits = [float(value) for name in _WAITS if (value := columns.get(name)) is not None]
         self._steps.append((data_wait or 0.0) - sum(waits))
 
     @property
     def seconds(self) -> float:
-        """Median; higher is later, and only the difference between ranks has a meaning."""
+        """Return the median, for profiling; higher is later; only ranks' differences count."""
         return upper_median(self._steps) if self._steps else 0.0
 
 
 def slowest_and_typical(lateness: Sequence[float]) -> tuple[int, ...]:
-    """Return the slowest rank and a median one; with a single rank only that one."""
+    """Return the ranks to profile: the slowest and a median one; with a single rank only that."""
     order = sorted(range(len(lateness)), key=lambda rank: (-lateness[rank], rank))
     others = order[1:]
     return (order[0], others[len(others) // 2]) if others else (order[0],)
@@ -110,7 +110,7 @@ class StepProfile:
         return False
 
     def close(self) -> None:
-        """Stop, and write the trace in a separate thread."""
+        """Stop profiling, and write the trace in a separate thread."""
         if self._thread is None:
             self._guard.end()
             self._thread = threading.Thread(target=self._export_trace, name="vitals-profile")
@@ -152,7 +152,7 @@ class _ForeignProfilerWatch:
             raise UsageError(f"torch {torch.__version__} does not say when a profiler starts")
 
     def begin(self) -> None:
-        """Watch for another profiler; ours has started."""
+        """Watch for another profiler during profiling; ours has started."""
 
         def prepare(*given: Any, **named: Any) -> Any:
             self._end()
@@ -162,13 +162,13 @@ class _ForeignProfilerWatch:
         _PROFILER._prepare_profiler = prepare
 
     def end(self) -> None:
-        """Stop watching for other profilers."""
+        """Stop watching for other profilers after profiling."""
         if getattr(_PROFILER, "_prepare_profiler", None) is self._ours:
             _PROFILER._prepare_profiler = self._theirs
 
 
 def delete_old_traces(path: Path) -> None:
-    """Keep only the latest traces of this rank."""
+    """Keep only the latest traces of this rank's profiling."""
     of_rank = path.name[path.name.rindex("-rank") :]
     traces = sorted(path.parent.glob(f"*{of_rank}"), key=lambda each: each.stat().st_mtime_ns)
     for old in traces[:-KEPT]:
@@ -192,7 +192,7 @@ class Slowdowns:
     def add(
         self, step: int, attempt: int, columns: Mapping[str, Value], seconds: float | None
     ) -> None:
-        """Add a step of rank 0, whose steps take as long as those of all ranks."""
+        """Add a step of rank 0 to decide on profiling; its steps take as long as all ranks'."""
         rate = columns.get("tokens_per_second")
         merged = MergedStep(
             step=step,
@@ -205,7 +205,7 @@ class Slowdowns:
             self._found = finding.reason
 
     def command(self, run_id: str, *, newest: int, now_ns: int) -> Command | None:
-        """Return the order that waits for its response; a new one if the run got slower.
+        """Return the profiling order that awaits its response; a new one if the run got slower.
 
         It gets the number after ``newest``, the latest command with a response, so that it does not
         overtake an operator's command. ``now_ns`` is monotonic.

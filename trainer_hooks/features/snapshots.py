@@ -207,7 +207,7 @@ class SnapshotsFeature(StepFeature):
 
 
 def _add_names(judgement: Judgement, kind: str, names: str) -> Judgement:
-    """Return the judgement with tensor names added to findings and decision."""
+    """Return the judgement with ``SnapshotsFeature``'s tensor names in findings and decision."""
     decision = judgement.decision
     reasons = {f.reason: f"{f.reason} ({names})" for f in judgement.findings if f.kind == kind}
     findings = tuple(
@@ -221,6 +221,6 @@ def _add_names(judgement: Judgement, kind: str, names: str) -> Judgement:
 
 
 def _format_names(names: Sequence[str]) -> str:
-    """Return the names of non-finite tensors as text, shortened."""
+    """Return the non-finite tensors that ``SnapshotsFeature`` found, as text, shortened."""
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return (", ".join(names[:_MAX_NAMES]) or "unknown") + more

@@ -45,7 +45,7 @@ class GuardedAverages:
 
     @property
     def is_swapped(self) -> bool:
-        """Whether averages currently replace the weights."""
+        """Return whether averages currently replace the guarded weights."""
         return any(ema.is_swapped for ema in self._emas)
 
     def refuse_swapped(self) -> None:
@@ -75,7 +75,7 @@ class GuardedAverages:
             ema.forget()
 
     def release(self) -> None:
-        """Restore the averages to their original methods."""
+        """Restore the guarded averages to their original methods."""
         for update in self._updates:
             update.release()
         for ema in self._emas:
@@ -85,7 +85,7 @@ class GuardedAverages:
 def registered_averages(
     state: Mapping[str, Any], optimizers: Sequence[Optimizer]
 ) -> GuardedAverages | None:
-    """Return the registered averages; None if there are none."""
+    """Return the registered averages, which a skip must not change; None if there are none."""
     is_any = any(isinstance(value, EMA | AveragedModel) for value in state.values())
     return GuardedAverages(state, optimizers) if is_any else None
 
@@ -171,14 +171,14 @@ class _GuardedAverage:
             self._waits = True
 
     def apply_verdict(self, bad: Tensor, optimizers: Sequence[Optimizer]) -> None:
-        """Correct the counter for the previous verdict, and store this one."""
+        """Correct the average's counter for the previous verdict, and store this one."""
         self._settle()
         for one in [*map(id, optimizers)] or [_ENGINE]:
             self._bad.pop(one, None)
             self._bad[one] = bad
 
     def block_after_rollback(self) -> None:
-        """Discard pending corrections, and block updates until the next verdict."""
+        """Discard pending corrections, and block the average's updates until the next verdict."""
         if self._late is not None:
             self._late.pop()
             self._waits = False

@@ -152,7 +152,7 @@ class DeclaredSchedule:
 
 
 def _simulatable_schedulers(declared: object) -> list[LRScheduler]:
-    """Return the schedulers, after a check that each of them can be simulated ahead."""
+    """Return the declared schedulers, after a check that each of them can be simulated ahead."""
     listed: list[Any] = list(declared) if isinstance(declared, list | tuple) else [declared]
     for scheduler in listed:
         if not isinstance(scheduler, LRScheduler):
@@ -173,7 +173,7 @@ def _simulatable_schedulers(declared: object) -> list[LRScheduler]:
 
 
 def _iterate_schedulers(scheduler: Any) -> Iterator[Any]:
-    """Yield a learning-rate scheduler and all its parts."""
+    """Yield a declared learning-rate scheduler and all its parts."""
     yield scheduler
     for part in getattr(scheduler, "_schedulers", ()):
         yield from _iterate_schedulers(part)
@@ -193,14 +193,14 @@ class _StandInOptimizer(Optimizer):
         self._opt_called = True  # otherwise the scheduler warns at its first step
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Do nothing."""
+        """Do nothing: only the rates of a declared schedule are simulated."""
 
 
 _StandInOptimizer.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as above
 
 
 def _copy_group_value(value: Any) -> Any:
-    """Return a copy of a parameter group's setting; a tensor as a number."""
+    """Copy a group's setting to simulate the declared schedule; a tensor as a number."""
     return float(value) if isinstance(value, Tensor) and value.numel() == 1 else copy.copy(value)
 
 
@@ -232,6 +232,7 @@ class _SimulatedSchedule:
         self._cached_rates: deque[tuple[float, ...]] = deque([self._current_rates()], maxlen=_KEPT)
 
     def _current_rates(self) -> tuple[float, ...]:
+        """Return the current learning rate of each group in a simulated declared schedule."""
         return tuple(float(group["lr"]) for group in self._now.rates.param_groups)
 
     def at(self, step: int, before: int, after: int) -> list[RateBand] | None:
@@ -259,7 +260,7 @@ class _SimulatedSchedule:
 
 
 def _copy_scheduler(scheduler: Any, optimizer: Optimizer) -> _SchedulerState:
-    """Return a copy whose optimizer is replaced, so that no parameters are copied.
+    """Return a declared scheduler's copy whose optimizer is replaced: no parameters are copied.
 
     Functions are shared: the object of a method may be a complete trainer.
     """

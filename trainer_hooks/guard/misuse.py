@@ -41,19 +41,19 @@ class BackwardCounter:
                 return
 
     def _count_backward(self, param: Tensor) -> None:
-        """Count a backward pass that adds to the observed parameter's gradient."""
+        """Count a backward that adds to the observed parameter's gradient, to detect misuse."""
         is_added = param.grad is not None and self._grad() is param.grad
         self.count = self.count + 1 if is_added else 1
         self._grad = (lambda: None) if param.grad is None else weakref.ref(param.grad)
 
     def close(self) -> None:
-        """Remove the hook."""
+        """Remove the hook that counted backwards to detect misuse."""
         if self._hook is not None:
             self._hook.remove()
 
 
 def is_of_one_backward(loss: object) -> bool:
-    """Return whether a loss seems to belong to a single backward.
+    """Return whether a loss seems to belong to a single backward, to detect misuse.
 
     A number, a tensor without its graph, and a sum or mean of several losses may describe all
     backwards of a step.
@@ -84,7 +84,7 @@ def scale_of_unknown_scaler(grad_norm: float, loss: float | None) -> float | Non
 
 
 def _is_never_updated(scaler: torch.amp.GradScaler) -> bool:
-    """Return whether the scaler has scaled a loss and its ``update()`` was never called."""
+    """Return whether a misused scaler has scaled a loss, and its ``update()`` was never called."""
     if not scaler._enabled or scaler._scale is None or scaler._growth_tracker is None:
         return False
     return not scaler._growth_tracker.item() and scaler._scale.item() == scaler._init_scale

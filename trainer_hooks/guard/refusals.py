@@ -81,6 +81,7 @@ def _refuse_optimizer(optimizer: Any) -> None:
 
 
 def _refuse_schedulers(schedulers: Sequence[Any]) -> None:
+    """Refuse schedulers that no step can move with the update: no ``step()``, or a plateau's."""
     for scheduler in schedulers:
         is_class = isinstance(scheduler, type)
         if is_class or not callable(getattr(scheduler, "step", None)):
@@ -175,7 +176,7 @@ def steps_an_optimizer(hook: Callable[..., Any]) -> bool:
 
 
 def _referenced_names(code: CodeType) -> set[str]:
-    """Return the names that a hook's code refers to, inner functions included."""
+    """Return the names that a hook's code refers to, inner functions too, to refuse steps in it."""
     inner = (const for const in code.co_consts if isinstance(const, CodeType))
     return set(code.co_names).union(*(_referenced_names(nested) for nested in inner))
 
@@ -190,6 +191,6 @@ def _is_or_holds_optimizer(value: object) -> bool:
 
 
 def joinables(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[Any, ...]:
-    """Return objects that can be in a ``Join`` context: DDP, ZeroRedundancyOptimizer."""
+    """Return objects whose ``Join`` context must be refused: DDP, ZeroRedundancyOptimizer."""
     everything = (*model.modules(), *optimizers)
     return tuple(candidate for candidate in everything if hasattr(candidate, "_join_config"))

@@ -115,6 +115,7 @@ class SchedulerStepper:
             return
 
     def _step_counts(self) -> list[int | None]:
+        """Return how often each scheduler was stepped; None if it has no count."""
         return [scheduler_step_count(scheduler) for scheduler in self._schedulers]
 
     def note_update(self, optimizers: Sequence[Optimizer] = ()) -> None:
@@ -151,6 +152,7 @@ class SchedulerStepper:
         self._advance_to_epoch(batches.epochs[1])
 
     def _advance_to_epoch(self, epoch: int) -> None:
+        """Step the schedulers once for each completed epoch, if there was training."""
         missing, self._epoch = epoch - self._epoch, epoch
         if not self._is_training:
             return
@@ -159,7 +161,7 @@ class SchedulerStepper:
             self.step_schedulers()
 
     def restore_counts(self, epoch: int | None) -> None:
-        """Set the counts to those of a restored state.
+        """Set the schedulers' counts to those of a restored state.
 
         ``epoch`` is where the data continues with it; None if the data does not go back, in which
         case schedulers of epochs do not either.

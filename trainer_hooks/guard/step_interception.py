@@ -29,7 +29,7 @@ _SCHEDULED = "_wrapped_by_lr_sched"
 
 
 def not_compiled(function: Function) -> Function:
-    """Exclude a function from compiled graphs: it reads clocks and runs collectives.
+    """Exclude a guarded function from compiled graphs: it reads clocks and runs collectives.
 
     With ``fullgraph=True`` torch raises an error instead, and prints the reason.
     """
@@ -118,6 +118,7 @@ class StepInterception:
         self._replace_step(scaler, step)
 
     def _replace_step(self, owner: Any, ours: Callable[..., Any]) -> None:
+        """Replace the ``step`` of an optimizer or scaler by ours until ``close``."""
         before = vars(owner).get("step")
 
         def put_back() -> None:

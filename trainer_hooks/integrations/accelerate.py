@@ -114,6 +114,7 @@ def guard_accelerator(
 
 
 def _is_deepspeed(accelerator: Any) -> bool:
+    """Return whether Accelerate trains with DeepSpeed."""
     return getattr(accelerator.distributed_type, "value", "") == "DEEPSPEED"
 
 
@@ -137,7 +138,7 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
 
 
 def refuse_accelerate_loop(distributed_type: Any, optimizers: Sequence[Any]) -> None:
-    """Refuse loops that cannot be guarded correctly."""
+    """Refuse loops of Accelerate that cannot be guarded correctly."""
     kind = str(getattr(distributed_type, "value", distributed_type)).upper()
     if kind in _ELSEWHERE:
         raise UsageError(
@@ -169,7 +170,7 @@ def refuse_accelerate_loop(distributed_type: Any, optimizers: Sequence[Any]) -> 
 def replace_method(
     attached: Attached, owner: Any, name: str, make: Callable[[Callable[..., Any]], Any]
 ) -> None:
-    """Replace a method on the object itself, and restore it when the guard is closed.
+    """Replace a framework's method on the object itself; restore it when the guard is closed.
 
     If other code has wrapped the replacement since, it stays, but then only calls the original.
     """
@@ -290,10 +291,11 @@ class AcceleratorHooks:
         attached.before_clip(max_norm)
 
     def _trainable_param_ids(self) -> set[int]:
+        """Return the ids of the trainable parameters of Accelerate's optimizers."""
         return {id(p) for p in params_of(self._optimizers) if p.requires_grad}
 
     def _refuse_clip(self) -> None:
-        """Refuse a clip that ``attach(max_norm=...)`` excluded; later steps only count it."""
+        """Refuse a clip through the accelerator in a loop that was declared to not clip."""
         error = UsageError(
             "the loop clips through the accelerator, and attach(max_norm=...) said that it does "
             "not",
@@ -395,6 +397,7 @@ def record_logged_numbers(attached: Any, values: Mapping[str, Any]) -> None:
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a value in Accelerate's log is one number, for example a 0-dim tensor."""
     if isinstance(value, Tensor | np.ndarray):
         return bool(value.ndim == 0)
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -408,5 +411,5 @@ def _state_file(accelerator: Any, optimizer: Any) -> str:
 
 
 def _as_parameters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters as a list: an iterator can be used only once."""
+    """Return what Accelerate clips as a list: an iterator can be used only once."""
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)

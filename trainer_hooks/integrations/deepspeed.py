@@ -192,7 +192,7 @@ class DeepSpeedAttached(Attached):
         return self._judged is not None and bool(self._judged.verdict.overflow.item())
 
     def around_step(self, real: Any) -> Any:
-        """Return the optimizer's step, followed by the end of the guarded step."""
+        """Return DeepSpeed's optimizer step, followed by the end of the guarded step."""
 
         def ours(*args: Any, **kwargs: Any) -> Any:
             if self._closed:
@@ -209,7 +209,7 @@ class DeepSpeedAttached(Attached):
         return ours
 
     def _end_step(self) -> None:
-        """Finish the judged step; refuse one without a judgement, after the first only count it."""
+        """Finish the engine's step that was judged."""
         judged, self._judged = self._judged, None
         if judged is not None:
             self._parts.clock.end_loop_clip()
@@ -226,7 +226,7 @@ class DeepSpeedAttached(Attached):
 
 
 def _marked_as_overflow(judged: Judged) -> Judged:
-    """Return the step marked as overflow: the engine skips it, since its float32 norm overflows."""
+    """Return the step marked as overflow: DeepSpeed skips it, since its float32 norm overflows."""
     verdict = judged.verdict
     bad = torch.ones_like(verdict.bad)
     verdict = verdict._replace(bad=bad, overflow=bad, bits=verdict.bits + OVERFLOW)
@@ -247,7 +247,7 @@ class _EngineHook(NamedTuple):
 
 
 def _hook_plain(attached: DeepSpeedAttached, engine: Any) -> None:
-    """No ZeRO, float32: guard the optimizer's step, and judge before the engine's clip."""
+    """Guard a DeepSpeed optimizer without ZeRO in float32; judge before the engine's clip."""
     name = "clip_fp32_gradients" if engine.gradient_clipping() > 0.0 else "_take_model_step"
 
     def before(real: Any) -> Any:
@@ -261,7 +261,7 @@ def _hook_plain(attached: DeepSpeedAttached, engine: Any) -> None:
 
 
 def _hook_zero(attached: DeepSpeedAttached, engine: Any) -> None:
-    """ZeRO 1 to 3: judge where the loss scale is updated, just before the overflow decision."""
+    """Guard ZeRO 1 to 3: judge as the loss scale is updated, just before the overflow decision."""
     zero = engine.optimizer
 
     def update_scale(real: Any) -> Any:
@@ -277,7 +277,7 @@ def _hook_zero(attached: DeepSpeedAttached, engine: Any) -> None:
 
 
 def _hook_half(attached: DeepSpeedAttached, engine: Any) -> None:
-    """FP16_Optimizer and similar: replace the result of its overflow check."""
+    """Guard FP16_Optimizer and similar: replace the result of its overflow check."""
     zero = engine.optimizer
     holder = attached.holder
     assert isinstance(holder, HalfPrecisionAdapter), "made for this hook"

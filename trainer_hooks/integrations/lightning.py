@@ -29,7 +29,7 @@ _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lig
 
 
 def _callback_class() -> Any:
-    """Return the base class of the imported package; of both, which either trainer accepts."""
+    """Return Lightning's base class of the imported package; of both, which either accepts."""
     present = [name for name in _PACKAGES if find_spec(name) is not None]
     package_name = next((name for name in present if _PACKAGES[name] in sys.modules), None)
     package = package_name or (present[0] if present else "lightning")
@@ -64,7 +64,7 @@ class VitalsCallback(_Callback):
 
     @property
     def state_key(self) -> str:
-        """Key of the state in a checkpoint."""
+        """Return the key of the callback's state in Lightning's checkpoint."""
         name = type(self).__qualname__
         return name if self._index is None else f"{name}{{'optimizer': {self._index}}}"
 
@@ -75,7 +75,7 @@ class VitalsCallback(_Callback):
         return dict(self._state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state until training starts and the guard exists."""
+        """Keep Lightning's saved state until training starts and the guard exists."""
         self._state = state_dict
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -83,7 +83,7 @@ class VitalsCallback(_Callback):
         self._state = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach: the optimizers exist and are restored, and the model is wrapped.
+        """Attach to Lightning: optimizers exist and are restored, and the model is wrapped.
 
         Raises:
             UsageError: the loop trains in a way that cannot be guarded.
@@ -117,7 +117,7 @@ class VitalsCallback(_Callback):
         return optimizers[self._index]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """End the run.
+        """End the run of Lightning's trainer.
 
         Raises:
             TrainingHalted: the last step, whose numbers arrive only now, halts the run.
@@ -125,7 +125,7 @@ class VitalsCallback(_Callback):
         self._end_run(lambda attached: attached.end("finished", ""))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End the run as failed or interrupted; the exception propagates."""
+        """End Lightning's run as failed or interrupted; the exception propagates."""
         if type(exception).__name__ == "SIGTERMException":  # a SystemExit without a code
             with suppress(TrainingHalted):
                 self._end_run(lambda attached: attached.end("interrupted", "SIGTERM"))
@@ -133,10 +133,11 @@ class VitalsCallback(_Callback):
         self._end_run(lambda attached: attached.__exit__(type(exception), exception, None))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """End a run that is still open, for example after a tuner."""
+        """End a run of Lightning that is still open, for example after a tuner."""
         self.on_train_end(trainer, pl_module)
 
     def _end_run(self, how: Any) -> None:
+        """End the guarded run of Lightning's trainer, and keep its state for a checkpoint."""
         attached, guards, self._guards = self.attached, self._guards, False
         if attached is None or not guards:
             return
@@ -148,7 +149,7 @@ class VitalsCallback(_Callback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Reset: this batch has had no backward yet."""
+        """Reset: this batch of Lightning has had no backward yet."""
         self._has_gradients = False
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
@@ -180,7 +181,7 @@ class VitalsCallback(_Callback):
         self.attached._run.faults.count("unguarded_step", error)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Exclude the validation from the time of the next step."""
+        """Exclude Lightning's validation from the time of the next step."""
         if self._guards and self.attached is not None:
             self.attached._parts.clock.restart()
 

@@ -50,21 +50,21 @@ class DeepSpeedAdapter(ABC):
 
     @abstractmethod
     def parameter_names(self) -> list[str]:
-        """Return the names of all trained parameters, in the same order on all ranks."""
+        """Return the names of all parameters that DeepSpeed trains, in one order on all ranks."""
 
     @abstractmethod
     def partitions(self) -> Iterator[ParamPartition]:
-        """Yield this rank's current parts in that order; empty ones may be omitted."""
+        """Yield DeepSpeed's current parts on this rank in that order; empty ones may be omitted."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype in which the model computes."""
+        """Return the dtype in which DeepSpeed's model computes."""
         dtype: torch.dtype = self.zero.dtype
         return dtype
 
     @property
     def scaler(self) -> Any:
-        """Object that holds the loss scale."""
+        """Return the object of DeepSpeed that holds the loss scale."""
         return self.zero.loss_scaler
 
     @property
@@ -157,7 +157,7 @@ class DeepSpeedNorms(GradNorms):
         return parts
 
     def clip_fallback_gradients(self) -> list[Tensor]:
-        """Return nothing: the engine clips by itself."""
+        """Return nothing: DeepSpeed's engine clips by itself."""
         return []
 
     def squares_into(self, out: Tensor, where: list[int], grads: list[Tensor]) -> None:
@@ -222,6 +222,7 @@ class ZeroThree(DeepSpeedAdapter):
             yield ParamPartition(name, (rank * size,), grad, weight)
 
     def _trainable_params(self) -> Iterator[tuple[str, int, int, Any]]:
+        """Yield name, group, index and parameter of each that ZeRO 3 trains."""
         for i, group in enumerate(self.zero.fp16_groups):
             for j, param in enumerate(group):
                 if param.requires_grad:
@@ -240,7 +241,7 @@ class _ReplicatedAdapter(DeepSpeedAdapter):
         return [part.name for part in self.partitions()]
 
     def partitions(self) -> Iterator[ParamPartition]:
-        """Yield all parameters as whole tensors."""
+        """Yield all of DeepSpeed's parameters as whole tensors, because there is no ZeRO."""
         for index, (param, grad) in enumerate(self.grouped()):
             yield ParamPartition(self.name_of(param, 0, index), (), grad, param)
 
@@ -255,28 +256,28 @@ class HalfPrecisionAdapter(_ReplicatedAdapter):
 
     @property
     def scaler(self) -> Any:
-        """Object that holds the loss scale."""
+        """Return DeepSpeed's object that holds the loss scale."""
         return getattr(self.zero, "loss_scale_config", self.zero)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype in which the model computes."""
+        """Return the dtype in which DeepSpeed's half-precision model computes."""
         dtype: torch.dtype = self.zero.fp16_groups[0][0].dtype
         return dtype
 
     @property
     def scale(self) -> float:
-        """Factor by which the measured gradients are multiplied; divide by it."""
+        """Return the factor that multiplies DeepSpeed's measured gradients; divide by it."""
         return self.own_scale if self.scales_losses else 1.0
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the loss scale is dynamic."""
+        """Return whether DeepSpeed's loss scale is dynamic."""
         return self.is_scaled and bool(self.scaler.dynamic_loss_scale)
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the engine has a loss scale."""
+        """Return whether the DeepSpeed engine has a loss scale."""
         return self.dtype == torch.float16
 
     @property
@@ -285,7 +286,7 @@ class HalfPrecisionAdapter(_ReplicatedAdapter):
         return self.scales_losses or not self.is_scaled
 
     def grouped(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield each parameter of the model with its gradient."""
+        """Yield each parameter of DeepSpeed's half-precision model with its gradient."""
         return ((param, param.grad) for group in self.zero.fp16_groups for param in group)
 
 
@@ -294,17 +295,17 @@ class Bfloat16Adapter(_ReplicatedAdapter):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype in which the model computes."""
+        """Return the dtype in which DeepSpeed's bfloat16 model computes."""
         return torch.bfloat16
 
     @property
     def own_scale(self) -> float:
-        """1: there is no loss scale."""
+        """Return 1: DeepSpeed's bfloat16 optimizer has no loss scale."""
         return 1.0
 
     @property
     def is_dynamic(self) -> bool:
-        """False: there is no loss scale."""
+        """Return False: DeepSpeed's bfloat16 optimizer has no loss scale."""
         return False
 
     def grouped(self) -> Iterator[tuple[Tensor, Tensor | None]]:

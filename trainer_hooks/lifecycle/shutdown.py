@@ -52,7 +52,7 @@ class Shutdown:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process opened the journal; False in a forked child."""
+        """Return whether this process opened the loop's journal; False in a forked child."""
         return os.getpid() == self._pid
 
     @property
@@ -125,7 +125,7 @@ _previous: Handler = None
 
 
 def track_monitor(monitor: MonitorBase) -> None:
-    """Track this monitor until it is closed."""
+    """Track this monitor until it is closed, so that a shutdown of the process ends it."""
     open_monitors.add(monitor)
     if monitor.shutdown.is_rank0 or monitor.shutdown.saves:
         _install_sigterm_handler()
@@ -148,7 +148,7 @@ def untrack_monitor(monitor: MonitorBase) -> None:
 
 
 def is_interactive() -> bool:
-    """Return whether Python runs interactively, in a REPL or a notebook."""
+    """Return whether Python runs the loop interactively, in a REPL or a notebook."""
     return hasattr(sys, "ps1")
 
 

@@ -82,6 +82,7 @@ class SectionTimeline:
 
 
 def _seconds_between(begin: Instant, end: Instant) -> float:
+    """Return the seconds between two instants that bound a section of a step."""
     if isinstance(begin, int):
         return float(end - begin) / 1e9
     milliseconds: float = begin.elapsed_time(end)
@@ -89,6 +90,7 @@ def _seconds_between(begin: Instant, end: Instant) -> float:
 
 
 def _host_now() -> Instant:
+    """Return the current instant, which bounds a section, on the host's monotonic clock."""
     return time.monotonic_ns()
 
 
@@ -125,7 +127,7 @@ class SectionTimer:
                         self._timed.append((group, name))
 
     def release(self) -> None:
-        """Remove all hooks and replaced methods."""
+        """Remove all hooks and replaced methods that measure the sections."""
         for handle in self._handles:
             handle.remove()
         for group, name in self._timed:
@@ -179,6 +181,7 @@ class SectionTimer:
         self._section = following
 
     def _mark_forward_start(self, *_: Any) -> None:
+        """End the section before the forward, unless it runs in a backward or without gradients."""
         if torch.is_grad_enabled() and not self._is_in_backward:
             self._end_section("forward")
 
@@ -200,11 +203,13 @@ class SectionTimer:
             self._end_section("backward")
 
     def _mark_backward_computed(self) -> None:
+        """End the section of the backward; the wait for gradients follows."""
         self._end_section("gradient_wait")
         with self._faults.fail_open("sections"):
             Variable._execution_engine.queue_callback(self._mark_gradients_received)
 
     def _mark_gradients_received(self) -> None:
+        """End the section of the wait for gradients: the backward is complete."""
         self._end_section("after_backward")
         self._was_backward, self._is_in_backward = True, False
 
@@ -232,7 +237,7 @@ class _RunQueue:
             self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
 
     def seconds(self) -> float | None:
-        """Return the seconds since the last call."""
+        """Return the seconds, since the last call, in which this thread waited for a core."""
         if self._file is None:
             return None
         # Time on a core, time waiting for one, number of runs
@@ -242,7 +247,7 @@ class _RunQueue:
         return (waited_ns - before) / 1e9
 
     def close(self) -> None:
-        """Close the kernel's file."""
+        """Close the kernel's file with this thread's measured waits for a core."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -265,7 +270,7 @@ class ModuleHook:
 
 
 def _differentiable_outputs(output: Any, depth: int = 4) -> Iterator[Tensor]:
-    """Yield the tensors of a model's output through which a backward may pass."""
+    """Yield the tensors in a model's output through which a backward, which is timed, may pass."""
     num_hooked = 0
     for tensor in _all_tensors(output, depth):
         if tensor.requires_grad:
@@ -276,7 +281,7 @@ def _differentiable_outputs(output: Any, depth: int = 4) -> Iterator[Tensor]:
 
 
 def _all_tensors(output: Any, depth: int) -> Iterator[Tensor]:
-    """Yield the tensors in a model's output, nested ones included."""
+    """Yield the tensors in a model's output, nested ones included, to time their backward."""
     if isinstance(output, Tensor):
         yield output
     elif depth:
@@ -306,11 +311,12 @@ def modules_to_hook(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_fsdp2(module: nn.Module) -> bool:
+    """Return whether a module whose sections are timed is wrapped by FSDP2."""
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 def _parameter_groups(wrapper: nn.Module) -> Iterator[Any]:
-    """Yield FSDP2's parameter groups; each module's own, each once."""
+    """Yield FSDP2's parameter groups, to time waits; each module's own, each once."""
     seen: set[int] = set()
     for module in wrapper.modules():
         if _is_fsdp2(module):

@@ -67,7 +67,7 @@ class SignalSettings(Settings, frozen=True, kw_only=True):
 
     @property
     def measures(self) -> bool:
-        """Whether any of the signals is on."""
+        """Return whether any of the signals is measured."""
         norms = self.weight_norm or self.update_norm or self.outside_writes
         own_gradients = self.noise_scale or self.reduction
         return norms or own_gradients or bool(self.activations)

@@ -32,7 +32,7 @@ class RefusedError(Exception):
 def isolated_forward(
     model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> Iterator[Callable[[], None]]:
-    """Run forwards without gradients, and restore everything they write.
+    """Run the probe's forwards without gradients, and restore everything they write.
 
     Restored are the RNG state (which starts equal in each call, so that dropout draws alike),
     buffers, parameters that no optimizer holds, modes and plain attributes of modules, gradients,
@@ -78,7 +78,7 @@ def isolated_forward(
 
 
 def seed_all(seed: int) -> None:
-    """Seed all generators of this process; only inside ``isolated_forward``."""
+    """Seed all generators of this process for the probe; only inside ``isolated_forward``."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
@@ -89,13 +89,13 @@ def seed_all(seed: int) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether FSDP1, FSDP2 or another DTensor shards the model."""
+    """Return whether FSDP1, FSDP2 or another DTensor shards the model that is probed."""
     by_module = any(hasattr(m, "_get_fsdp_state") or hasattr(m, "_handle") for m in model.modules())
     return by_module or any(hasattr(p, "placements") for p in model.parameters())
 
 
 def _is_ours(module: nn.Module) -> bool:
-    """Return whether the attributes belong to the model and not to a DDP or FSDP wrapper."""
+    """Return whether attributes to restore belong to the model, not to a DDP or FSDP wrapper."""
     wrapper = isinstance(module, DistributedDataParallel) or hasattr(module, "_orig_mod")
     return not wrapper and not hasattr(module, "_handle")
 
@@ -121,7 +121,7 @@ _Copies = list[tuple[Tensor, Tensor, Tensor]]
 
 
 def _buffers(modules: Iterable[nn.Module]) -> tuple[_Places, _Copies]:
-    """Return the buffers by name and copies of their contents."""
+    """Return buffers by name, and copies of contents to restore after the probe's forward."""
     places = [(module._buffers, dict(module._buffers)) for module in modules]
     distinct = {
         id(b): b for _, saved_buffer in places for b in saved_buffer.values() if b is not None
@@ -188,7 +188,7 @@ def _ddp_as_before(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _fsdp_as_before(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Prevent FSDP from prefetching, and drop the recorded order of these forwards.
+    """Prevent FSDP from prefetching in the probe, and drop the recorded order of its forwards.
 
     If a forward raised halfway, FSDP's states are reset to those between two forwards.
     """
@@ -214,6 +214,7 @@ def _fsdp_as_before(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[
 
 
 def _post_forward_order(group: Any) -> Any:
+    """Return FSDP2's recorded order of forwards, which a probe restores; None without one."""
     return getattr(getattr(group, "comm_ctx", None), "post_forward_order", None)
 
 
@@ -230,7 +231,7 @@ def eager_beside_graphs() -> AbstractContextManager[object]:
 
 @contextmanager
 def _autocast_cache_off() -> Iterator[None]:
-    """Disable the autocast cache: a later backward would find casts without gradients in it."""
+    """Disable the autocast cache in a probe: a later backward would find gradient-free casts."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

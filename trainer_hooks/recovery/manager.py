@@ -77,7 +77,7 @@ def num_slots(*, healthy_after: int, lag: int, interval: int) -> int:
 def is_proven(
     step: int, *, healthy_after: int, current_step: int, last_unhealthy_step: int
 ) -> bool:
-    """Return whether a state is healthy: enough healthy steps in a row followed it.
+    """Return whether a snapshot is healthy: enough healthy steps in a row followed it.
 
     ``step`` is trained next from the state. ``current_step`` was judged last,
     ``last_unhealthy_step`` had a bad verdict or finding; -1 for none.
@@ -130,21 +130,22 @@ class _SnapshotSlot:
 
     @property
     def free(self) -> bool:
-        """Whether it may be filled; for a shared slot, the same on all ranks that share it."""
+        """Return whether a snapshot may fill it; if shared, the same on all ranks that share it."""
         if self.region is not None:
             return not self.owned and not self.being_saved
         return not self.owned and not self._holders
 
     def hold(self, change: int) -> None:
+        """Count the threads that read this snapshot's copy: ``change`` is 1 or -1."""
         with self._lock:
             self._holders += change
 
     def reserve(self, size: int, num_buffers: int, device: torch.device) -> None:
-        """Allocate the memory of all buffers at once."""
+        """Allocate the memory of all buffers of a snapshot in one block."""
         self._block = PinnedBlock(size, num_buffers, device)
 
     def forget_plan(self) -> None:
-        """Compute again, at the next copy, which tensors must be finite."""
+        """Compute again, at the next snapshot, which tensors must be finite."""
         self._signature = []
 
     def prepare(
@@ -154,7 +155,7 @@ class _SnapshotSlot:
         is_replica: IsReplica,
         is_compared: IsReplica,
     ) -> None:
-        """Create a target for each tensor, and determine the rank that copies it.
+        """Create a target for each tensor of a snapshot, and determine the rank that copies it.
 
         Computed once, and again when a live tensor has another address, shape or type.
         """
@@ -192,7 +193,7 @@ class _SnapshotSlot:
         self.pairs, self._signature = pairs, signature
 
     def fill(self) -> CopyCheck:
-        """Copy, and return the results of the checks."""
+        """Copy the state into the snapshot, and return the results of the checks."""
         self._mark_incomplete()
         if self._plan is None:
             self._plan = CopyPlan(self.pairs)
@@ -205,7 +206,7 @@ class _SnapshotSlot:
         side: SideStream,
         device: torch.device,
     ) -> tuple[Tensor, Tensor, torch.cuda.Event]:
-        """Copy on the side stream.
+        """Copy a snapshot on the side stream.
 
         Buffers are copied on the training's stream, because the next forward writes them.
         Everything else is checked on the stream where it is copied, so that no write comes in
@@ -238,6 +239,7 @@ class _SnapshotSlot:
         return wrong, fingerprint, end
 
     def _mark_incomplete(self) -> None:
+        """Mark this rank's part of a shared snapshot as being overwritten."""
         if self.region is not None:
             self.region.mark_incomplete(self.generation)
 
@@ -248,6 +250,7 @@ class _SnapshotSlot:
         return copied._replace(fingerprint=mixed)
 
     def _get_or_create_buffer(self, key: str, tensor: Tensor) -> Tensor:
+        """Return the snapshot's buffer for a tensor; a new one if its shape or type changed."""
         buffer = self._buffers.get(key)
         if buffer is None or TensorSpec.of(buffer) != TensorSpec.of(tensor):
             buffer = None if self._block is None else self._block.take(tensor)
@@ -258,10 +261,11 @@ class _SnapshotSlot:
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of the tensors in this snapshot."""
         return sum(tensor.nbytes for tensor in self._targets.values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the copied tensors, once the copy is complete."""
+        """Return the tensors of the snapshot, once the copy is complete."""
         if self._copied is not None:
             self._copied()
         return dict(self._targets)
@@ -429,7 +433,7 @@ class SnapshotRing:
             )
 
     def describe_slots(self) -> str:
-        """Return a description of the memory's use.
+        """Return a description of the snapshots' use of memory.
 
         Another slot is lent while a save holds one, if half of the memory has room for it.
         """
@@ -497,6 +501,7 @@ class SnapshotRing:
         return free[0]
 
     def _new_slot(self) -> _SnapshotSlot:
+        """Return a slot for a snapshot, in shared memory if some is unused."""
         region = self._unused.pop(0) if self._unused else None
         slot = _SnapshotSlot(pinned=self._pinned, region=region)
         if self._is_reserved:
@@ -595,7 +600,7 @@ class SnapshotRing:
         return self._joined.num_ranks
 
     def word(self) -> Tensor | None:
-        """Return 52 bits of the fingerprint."""
+        """Return 52 bits of the fingerprint of a snapshot."""
         return None if self.fingerprint is None else word_of(self.fingerprint)
 
     def stop_sharing(self) -> None:
@@ -633,7 +638,7 @@ class SnapshotRing:
                 self._record_change(entry)
 
     def accept(self, names: Sequence[str]) -> bool:
-        """Accept non-finite buffers and frozen parameters; return whether all names were such.
+        """Accept non-finite values in snapshots: see ``RecoveryManager.accept``.
 
         For values that no rollback fixed: the model writes them itself, and otherwise there would
         be no further snapshot. If a trained tensor is among the names, none is accepted.
@@ -645,7 +650,7 @@ class SnapshotRing:
         return True
 
     def forget_plans(self) -> None:
-        """Compute again which tensors must be finite, and which are compared."""
+        """Compute again which tensors of a snapshot must be finite, and which are compared."""
         for slot in self.slots:
             slot.forget_plan()
 
@@ -693,6 +698,7 @@ class SnapshotRing:
         self._drop_snapshots(list(self._entries), detail, "retired")
 
     def _evict(self) -> None:
+        """Discard the oldest snapshot, except the latest healthy one."""
         protected = self.newest_healthy()
         victim = next(e for e in self._entries if e is not protected)
         self._drop_snapshots([victim], "made room", "retired")
@@ -700,6 +706,7 @@ class SnapshotRing:
     def _drop_snapshots(
         self, entries: list[Snapshot], detail: str, state: CheckpointState = "retired"
     ) -> None:
+        """Discard these snapshots, record the change, and release their memory."""
         for entry in entries:
             self._entries.remove(entry)
             entry.state = state
@@ -708,6 +715,7 @@ class SnapshotRing:
                 entry._slot.owned = False
 
     def _record_change(self, entry: Snapshot, detail: str = "") -> None:
+        """Record the state of a snapshot for the events stream."""
         self._changes.append(
             CheckpointChanged(
                 checkpoint_id=entry.id,
@@ -777,6 +785,7 @@ class SnapshotRing:
 
 
 def _format_gib(size: int) -> str:
+    """Return the size of snapshots as text, in GiB."""
     return f"{size / 2**30:.2f} GiB"
 
 
@@ -1148,6 +1157,7 @@ class RecoveryManager:
         self._emit_checkpoint_changes()
 
     def _is_due(self, steps: int) -> bool:
+        """Return whether to save a snapshot this many steps after the last save."""
         if self._is_saving:  # each save holds a slot: another one would starve the ring
             return False
         return steps >= self.settings.save_every or (self._time_is_up and steps > 0)
@@ -1194,6 +1204,7 @@ class RecoveryManager:
         return restored
 
     def _restore_from_disk(self, latest: int, *, commanded: bool) -> Restored:
+        """Restore the latest healthy checkpoint that can be read, or an older state."""
         if not self.store.wait(_LOAD_SECONDS):
             raise CheckpointError(
                 f"a save has been running for {_LOAD_SECONDS:.0f} s, so nothing can be loaded",
@@ -1265,9 +1276,11 @@ class RecoveryManager:
 
     @property
     def _is_rank0(self) -> bool:
+        """Return whether this is rank 0, which reports on snapshots and checkpoints."""
         return self._ranks.rank == 0
 
     def _emit_checkpoint_changes(self) -> None:
+        """Write the changes of snapshots and checkpoints as events."""
         # Read only if there are changes: this runs in every step.
         stored = self.store.take_changes() if self.store.folder.changes else []
         for change in stored:

@@ -232,7 +232,7 @@ class Replicas:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The compared parameters."""
+        """Return the parameters that ranks compare."""
         return tuple(self._params)
 
     def compares(self, key: str) -> bool:
@@ -265,6 +265,7 @@ class Replicas:
         return True
 
     def _exclude_keys(self, keys: Sequence[str]) -> None:
+        """Exclude these tensors from the comparison of replicas."""
         self._dropped |= set(keys)
         self._lay_out()
 
@@ -310,7 +311,7 @@ class Replicas:
         return word_of(total + settings_checksum)
 
     def _due_tensors(self, step: int) -> list[Tensor]:
-        """Return this rank's part of the tensors that are due."""
+        """Return this rank's part of the replica's tensors that are due."""
         often, rarely = self.every, self.every * STATE_EVERY
         tensors = [true_elements(p) for p in self._weights[step % often :: often]]
         keys = self._params[step % often :: often]
@@ -348,6 +349,7 @@ class Replicas:
             self._settings_differ = False
 
     def _inputs_of(self, step: int) -> _FingerprintInputs | None:
+        """Return the inputs of a step's compared value; None if they are no longer kept."""
         return next((inputs for inputs in reversed(self._recent) if inputs.step == step), None)
 
     def close(self) -> None:
@@ -355,6 +357,7 @@ class Replicas:
         self._may_meet = False
 
     def _gather_group(self) -> Ranks:
+        """Return the ranks with a separate group to compare replicas, created at first use."""
         if self._meeting is None:
             self._meeting = self._ranks.with_new_group()
         return self._meeting
@@ -385,6 +388,7 @@ class Replicas:
     def _compare_state(
         self, step: int, by_words: FingerprintVote, snapshots: Sequence[int | None], at: int
     ) -> Difference:
+        """Compare each tensor of the replicas, and keep the difference as evidence."""
         everyone = self._gather_group().gather(self._fingerprints())
         differing, by_state = _differing_tensors(everyone, self.groups)
         was_apart, self._apart = bool(self._apart), tuple(differing)
@@ -421,6 +425,7 @@ class Replicas:
         return Difference(kind="state", vote=by_state, text=text, is_again=is_again)
 
     def _suspects_text(self, by_words: FingerprintVote) -> str:
+        """Return the ranks whose replica may be wrong as text, with their places."""
         ranks = by_words.suspects
         if len(ranks) == 1:
             return f"rank {ranks[0]} ({self._places[ranks[0]]})"
@@ -466,7 +471,7 @@ class Replicas:
     # ---------------------------------------------------------------------- differing elements
 
     def _find_differing_elements(self, key: str) -> tuple[list[int], dict[int, list[float]]]:
-        """Return the first elements of a tensor that differ, and their values on each rank."""
+        """Return the first elements of a replica's tensor that differ, and each rank's values."""
         raw: bytes = b""
         tensor: Tensor | None = None
         try:
@@ -563,6 +568,7 @@ class Replicas:
     def _describe_settings(
         self, settings: Sequence[bytes | None], by_words: FingerprintVote
     ) -> str:
+        """Return the settings that differ between replicas as text, with both values."""
         read = [None if s is None else np.frombuffer(s, dtype=np.float64) for s in settings]
         first = by_words.apart[0]
         group = next(group for group in self.groups if first in group)
@@ -585,7 +591,7 @@ class Replicas:
 
 
 def _own_group(holders: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...], list[str]]:
-    """Return the ranks that hold everything that this one shares with others, and its names.
+    """Return the ranks with replicas of everything this one shares with others, and its names.
 
     A norm's weight may be stored on more ranks than the matrices of the same layer: it is compared
     among the ranks that share the matrices too.
@@ -600,7 +606,7 @@ def _own_group(holders: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...],
 
 
 def _agree_on_groups(offers: Sequence[_RankInfo]) -> tuple[Groups, str]:
-    """Return the groups that all their members agree on, and a sentence about the comparison."""
+    """Return the groups of replicas that all members agree on, and a sentence about them."""
     failed = [(rank, offer.failure) for rank, offer in enumerate(offers) if offer.failure]
     if failed:
         rank, failure = failed[0]
@@ -629,7 +635,7 @@ def _agree_on_groups(offers: Sequence[_RankInfo]) -> tuple[Groups, str]:
 def _differing_tensors(
     everyone: Sequence[tuple[str, bytes | None]], groups: Groups
 ) -> tuple[list[str], FingerprintVote]:
-    """Return the names of the differing tensors, and the vote over all of them."""
+    """Return the names of the replicas' differing tensors, and the vote over all of them."""
     differing: dict[str, None] = {}
     wholes: list[object] = [data for _, data in everyone]
     for group in groups:
@@ -646,7 +652,7 @@ def _differing_tensors(
 
 
 def _first_apart(everyone: Sequence[bytes], groups: Groups) -> list[int]:
-    """Return the first chunks that differ within a group."""
+    """Return the first chunks that differ between replicas of a group."""
     apart: set[int] = set()
     for group in groups:
         rows = [np.frombuffer(everyone[rank], dtype=np.uint32) for rank in group]
@@ -659,7 +665,7 @@ def _first_apart(everyone: Sequence[bytes], groups: Groups) -> list[int]:
 def _differing_elements(
     read: Mapping[int, Tensor], chunks: Sequence[int], itemsize: int
 ) -> tuple[list[int], dict[int, list[float]]]:
-    """Return the elements that differ between ranks, and their values."""
+    """Return the elements that differ between replicas, and their values."""
     if len(read) < 2 or len({len(values) for values in read.values()}) > 1:
         return [], {}
     bits = {rank: v.view(torch.uint8).view(len(v), itemsize) for rank, v in read.items()}
@@ -674,16 +680,18 @@ def _differing_elements(
 
 
 def _l1_distance(before: Sequence[float], now: Sequence[float]) -> float:
+    """Return the distance of a replica's elements from a replay's; Inf if it is not finite."""
     total = sum(abs(a - b) for a, b in zip(before, now, strict=True) if a != b)
     return total if math.isfinite(total) else math.inf
 
 
 def _state_kind(key: str) -> str:
-    """Return the kind of a tensor: for optimizer state, the name of the state."""
+    """Return the kind of a replica's tensor: for optimizer state, the name of the state."""
     return key.rpartition(".")[2] if key.startswith("optim.") else key.partition(".")[0]
 
 
 def _format_keys(keys: Sequence[str]) -> str:
+    """Return the names of a replica's tensors as text, shortened."""
     more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
     return ", ".join(keys[:_NAMED]) + more
 
@@ -719,7 +727,7 @@ def _settings_bytes(
     turn: int,
     order: tuple[int, int],
 ) -> bytes:
-    """Return the settings of one step as the optimizers apply them: to the digits of float32."""
+    """Return one step's settings to compare as the optimizers apply them: to float32's digits."""
     values = [_NO_CLIP if max_norm is None else _AUTO if max_norm == "auto" else float(max_norm)]
     for _, value in _numeric_group_settings(optimizers):
         values.append(value)
@@ -741,7 +749,7 @@ def _setting_names(optimizers: Sequence[Optimizer]) -> list[str]:
 
 
 def _numeric_group_settings(optimizers: Sequence[Optimizer]) -> list[tuple[str, float]]:
-    """Return the settings of every parameter group that are plain numbers."""
+    """Return the settings of every parameter group that ranks compare: plain numbers."""
     settings: list[tuple[str, float]] = []
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     for number, group in enumerate(groups):
@@ -756,6 +764,7 @@ def _numeric_group_settings(optimizers: Sequence[Optimizer]) -> list[tuple[str, 
 
 
 def _format_setting(value: float) -> str:
+    """Return a compared setting as text: a number, none, or "auto"."""
     if value in (_NO_CLIP, _AUTO):
         return "none" if value == _NO_CLIP else '"auto"'
     digits = 16 if value.is_integer() else 7

@@ -31,7 +31,7 @@ from trainvitals.records import (
 def carry_out(
     run: RunContext, judgement: Judgement, *, now_step: int, window: BatchWindow | None = None
 ) -> Restored | None:
-    """Carry out a judgement; return the restored state if it was a rollback.
+    """Carry out a step's judgement; return the restored state if it was a rollback.
 
     The plan journal is written before the action, so that a relaunch finds the intended action and
     no command is applied twice. The response to a command is written after it. A skip on its own is
@@ -99,7 +99,7 @@ def run_between_steps(run: RunContext, step: int, device: torch.device) -> None:
 
 
 def _report_action(run: RunContext, decision: Decision | None, restored: Restored | None) -> None:
-    """Report the action at the terminal; before a halt, because its error may be caught."""
+    """Report a step's action at the terminal; before a halt, because its error may be caught."""
     if decision is not None and restored is not None:
         decision = replace(decision, rollback_to_step=restored.step)
     if run.terminal is not None:
@@ -108,7 +108,7 @@ def _report_action(run: RunContext, decision: Decision | None, restored: Restore
 
 
 def _roll_back(run: RunContext, decision: Decision) -> Restored:
-    """Restore the decision's checkpoint and start its attempt."""
+    """Restore the checkpoint of a step's decision and start its attempt."""
     assert run.recovery is not None, "only a run with checkpoints rolls back"
     try:
         restored = run.recovery.roll_back(decision)
@@ -137,7 +137,7 @@ def _roll_back(run: RunContext, decision: Decision) -> Restored:
 
 
 def _halt(run: RunContext, decision: Decision) -> NoReturn:
-    """Write the durable marker first: torchrun restarts a rank whatever its exit code."""
+    """Halt at a step, with the durable marker first: torchrun restarts ranks at any exit code."""
     halted = TrainingHalted(
         f"halted by Vitals at step {decision.step}: {decision.reason}",
         hint=f"`vitals why {run.run_dir.run_id} {decision.step}` explains; "
@@ -161,7 +161,7 @@ def _halt(run: RunContext, decision: Decision) -> NoReturn:
 def start_branch(
     run: RunContext, attempt: AttemptStarted, detectors: dict[str, Any] | None
 ) -> None:
-    """Start an attempt at the start of the loop, and write it to the plan journal."""
+    """Start an attempt before the loop's first step, and write it to the plan journal."""
     branch = Branch(attempt.id, attempt.parent, attempt.fork_step)
     begin_attempt(run, attempt, detectors)
     run.plan.add(run.judge.facts, branch=branch)
@@ -170,7 +170,7 @@ def start_branch(
 def begin_attempt(
     run: RunContext, attempt: AttemptStarted, detectors: dict[str, Any] | None
 ) -> None:
-    """Continue as a new attempt, with the detectors of its start state."""
+    """Continue with the steps of a new attempt, with the detectors of its start state."""
     run.attempt = attempt.id
     for feature in run.features:
         feature.on_attempt(attempt)
@@ -198,7 +198,7 @@ def resume(
 
 
 def snapshot_meta(run: RunContext, data: DataState | None) -> Meta:
-    """Return the data of a snapshot except tensors. The policy's facts are not included."""
+    """Return the data of a snapshot after a step, except tensors and the policy's facts."""
     return {
         "judge": run.judge.detector_state(),
         "tokens_seen": run.log.tokens.seen,
@@ -209,12 +209,12 @@ def snapshot_meta(run: RunContext, data: DataState | None) -> Meta:
 
 
 def take_meta(run: RunContext, meta: Meta, *, step: int) -> None:
-    """Restore the counters of a snapshot before ``step``; consumed tokens stay counted."""
+    """Restore the snapshot's counters before ``step`` of the loop; consumed tokens stay counted."""
     tokens = TokenCount(int(meta["tokens_seen"]), int(meta["tokens_trained"]))
     run.log.tokens.restore_counts(tokens)
     run.features.load_state_dict(meta, step=step)
 
 
 def _branch_of(decision: Decision, fork_step: int) -> Branch:
-    """Return the branch that a rollback starts, for the plan journal."""
+    """Return the branch that a step's rollback starts, for the plan journal."""
     return Branch(decision.new_attempt, decision.attempt, fork_step)

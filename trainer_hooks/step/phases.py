@@ -116,7 +116,7 @@ class StepPhases:
         self.forget_row()
 
     def forget_row(self) -> None:
-        """Start a new row: count earlier withheld updates no longer."""
+        """Start a new row of steps: count earlier withheld updates no longer."""
         self._no_row = torch.zeros((), dtype=torch.float64, device=self._device.norms.device)
         self._rows: dict[int, Tensor | float] = {}
 
@@ -146,7 +146,7 @@ class StepPhases:
         return self._scalar(what, value).to(torch.float64)
 
     def _scalar(self, what: str, value: Tensor | float) -> Tensor:
-        """Return a number without its graph, in its own type."""
+        """Return a number given to a step without its graph, in its own type."""
         if not isinstance(value, Tensor):
             if not hasattr(value, "__float__"):
                 hint = f"pass the {what} as a tensor or a number"
@@ -165,7 +165,7 @@ class StepPhases:
         return local_tensor(value.detach()).reshape(())
 
     def plain(self, what: str, value: Tensor | float) -> Tensor | float:
-        """Return a number: a tensor on a device unchanged, anything else as a Python number.
+        """Return a step's number: a tensor on a device unchanged, otherwise a Python number.
 
         Raises:
             UsageError: ``value`` is not a number.
@@ -181,6 +181,7 @@ class StepPhases:
             ) from None
 
     def _weight_or_one(self, weight: Tensor | float | None) -> Tensor | float:
+        """Return the weight of a step's loss as a number; 1 if none was passed."""
         if isinstance(weight, Tensor):
             return self.number("weight", weight)
         return 1.0 if weight is None else float(weight)
@@ -294,6 +295,7 @@ class StepPhases:
         overflow: Tensor | None,
         norm: Tensor | None,
     ) -> RankContribution:
+        """Return this rank's part of the step's exchange."""
         norms, run = self._device.norms, self._run
         return RankContribution(
             loss=given.loss,
@@ -453,6 +455,7 @@ class StepPhases:
         return None
 
     def _on_device(self, number: Tensor | float) -> Tensor:
+        """Return a step's number as a float64 tensor on the device."""
         return torch.as_tensor(number, dtype=torch.float64, device=self._device.norms.device)
 
     def report(
@@ -546,7 +549,7 @@ class StepPhases:
 
 
 def _is_on_host(loss: Tensor | float) -> TypeGuard[Tensor]:
-    """Return whether a loss is an ordinary number in host memory, as most are on the CPU."""
+    """Return whether a step's loss is an ordinary number in host memory, like most on the CPU."""
     return (
         type(loss) is Tensor
         and loss.is_cpu
@@ -556,7 +559,7 @@ def _is_on_host(loss: Tensor | float) -> TypeGuard[Tensor]:
 
 
 def _rank0_values(run: RunContext, outgoing: OutgoingStep) -> Rank0Values | None:
-    """Return rank 0's limits and the features' values; None on the other ranks."""
+    """Return rank 0's limits and its features' values for a step; None on the other ranks."""
     if not run.is_rank0:
         return None
     turn, values = outgoing.turn, run.features.rank0_values(outgoing)
@@ -576,7 +579,7 @@ def _rank0_values(run: RunContext, outgoing: OutgoingStep) -> Rank0Values | None
 
 
 def _added_group_error(now: int, watched: int) -> UsageError:
-    """Return the error about parameter groups that were added after ``watch``."""
+    """Return the step's error about parameter groups that were added after ``watch``."""
     return UsageError(
         f"the optimizers have {now} parameter groups, but had {watched} at watch(): gradients of "
         "groups added since are neither measured nor clipped",

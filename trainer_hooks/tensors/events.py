@@ -57,10 +57,11 @@ class AsyncCopy(Generic[Note]):
         self._pending: deque[_Pending[Note]] = deque()
 
     def _buffer(self) -> Tensor:
+        """Return a new host buffer for a step's numbers, page-locked for a GPU."""
         return torch.zeros(self._size, dtype=torch.float64, device="cpu", pin_memory=self._cuda)
 
     def push(self, numbers: Tensor | list[float], note: Note) -> tuple[list[float], Note] | None:
-        """Start the copy of this step's numbers; return those of ``lag`` steps ago.
+        """Start the copy of this step's numbers to the host; return those of ``lag`` steps ago.
 
         Numbers that are on the host already wait for their turn too: a lag is the same for all.
         """
@@ -93,7 +94,7 @@ class AsyncCopy(Generic[Note]):
 
 
 def _arrived(event: torch.cuda.Event, patience_seconds: float | None) -> bool:
-    """Wait for the event, at most ``patience_seconds`` if given; return whether it happened."""
+    """Wait for a copy's event, at most ``patience_seconds`` if given; return whether it came."""
     if patience_seconds is None:
         event.synchronize()
         return True

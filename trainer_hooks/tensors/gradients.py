@@ -42,7 +42,7 @@ _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapp
 
 
 def clean_name(name: str) -> str:
-    """Return the name without the wrappers of FSDP1, torch.compile and checkpointing."""
+    """Return a parameter's name without the wrappers of FSDP1, torch.compile and checkpointing."""
     return _WRAPPERS.sub("", name).lstrip(".")
 
 
@@ -75,7 +75,7 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, bool]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Make FSDP drop gathered parameters, which it keeps after a forward without backward.
+    """Make FSDP drop gathered parameters that it keeps as tensors after a forward only.
 
     Otherwise the next forward would not see values that are written to the shards.
     """
@@ -173,7 +173,7 @@ def shards_of(params: Mapping[str, Tensor], pieces: Mapping[int, Piece]) -> list
 
 
 def _piece(param: Tensor) -> Piece:
-    """Return the position on those mesh sides that split the parameter, and the local shape."""
+    """Return a parameter's position on the mesh sides that split it, and its local shape."""
     if not hasattr(param, "to_local"):
         return (), tuple(param.shape)
     here = param.device_mesh.get_coordinate() or ()  # type: ignore[attr-defined]
@@ -198,7 +198,7 @@ def num_elements(everyone: Sequence[Sequence[Shard]]) -> int:
 
 
 def check_alike(names: list[list[str]]) -> None:
-    """Refuse parameters that differ by rank, on all ranks: the packs would differ in length."""
+    """Refuse parameters that differ by rank on all ranks: gradient packs would differ in length."""
     for rank, other in enumerate(names):
         if other != names[0]:
             odd = sorted(set(other).symmetric_difference(names[0]))[:4] or ["their order"]
@@ -229,7 +229,7 @@ def align_gradients(sharded: Iterable[Tensor]) -> None:
 
 
 def reads_are_free(device: torch.device) -> bool:
-    """Return whether the host can read a number there without waiting for a device."""
+    """Return whether the host can read a tensor there without waiting for a device."""
     return device.type == "cpu"
 
 
@@ -285,6 +285,7 @@ class GradientSquares:
         return out.index_add_(0, plan.index, torch.cat(parts))
 
     def _cached_plan(self, grads: Sequence[Tensor]) -> _Plan:
+        """Return how to sum these gradients; the last plan if shapes and types are equal."""
         key = [grad.numel() for grad in grads], [grad.dtype for grad in grads]
         if self._plan is None or self._plan.key != key:
             sizes, dtypes = key
@@ -340,7 +341,7 @@ def _small_squares(grads: Sequence[Tensor], sizes: Tensor) -> Tensor:
 
 
 def _block_squares(grads: Sequence[Tensor]) -> Tensor:
-    """Return the square of every block, float64, in order."""
+    """Return the square of every block of the gradients, float64, in order."""
     norms = [norm for grad in grads for norm in _gradient_block_norms(grad)]
     square = torch.cat(norms).double().square_()
     # On the CPU a read is free, and a pass that is exact for every size costs ten times this.

@@ -77,12 +77,12 @@ def zeros(
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements are in one memory of the tensor; a sparse tensor has none."""
+    """Return whether a tensor's elements are in one memory; a sparse tensor has none."""
     return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def true_elements(tensor: Tensor) -> Tensor:
-    """Return this rank's part without the repeats of an expanded tensor: safe to write to."""
+    """Return this rank's part of a tensor without an expanded one's repeats: safe to write to."""
     tensor = tensor.detach()
     to_local = getattr(tensor, "to_local", None)
     if to_local is not None:

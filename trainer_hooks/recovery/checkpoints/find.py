@@ -54,7 +54,7 @@ class FoundCheckpoints:
 
 
 def find_checkpoints(run: str, vitals_dir: Path) -> FoundCheckpoints:
-    """Return the selected directory of checkpoints.
+    """Return the directory of checkpoints that a command selects.
 
     Raises:
         UsageError: there is none, or the selection is ambiguous.
@@ -78,6 +78,7 @@ def find_checkpoints(run: str, vitals_dir: Path) -> FoundCheckpoints:
 
 
 def _holds_checkpoints(folder: Path) -> bool:
+    """Return whether a directory contains checkpoints or their index; raise if unreadable."""
     if not folder.is_dir():
         return False
     try:
@@ -91,5 +92,5 @@ def _holds_checkpoints(folder: Path) -> bool:
 
 
 def newest_of(names: Iterable[str]) -> str:
-    """Return the last three names as a list in a sentence."""
+    """Return the last three checkpoints' names as a list in a sentence."""
     return ", ".join(list(names)[-3:])

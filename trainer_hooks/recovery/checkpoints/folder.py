@@ -123,6 +123,7 @@ class CheckpointFolder:
         self._index.write()
 
     def _delete_leftover(self, path: Path) -> None:
+        """Delete an incomplete checkpoint or an abandoned temporary file of this run."""
         match = IN_WORK.match(path.name)
         if path.name.startswith(TEMPORARY):
             if self._clock.time_ns() - path.lstat().st_mtime_ns < _ABANDONED_NS:
@@ -282,6 +283,7 @@ class CheckpointFolder:
             ) from error
 
     def _rename_bad(self, checkpoint_id: str, reason: str) -> None:
+        """Rename a checkpoint so that nothing loads it, and record the reason."""
         bad, number = self.path / f"{_BAD}{checkpoint_id}", 1
         while os.path.lexists(bad):  # the same id again, for example after a relaunch
             number += 1
@@ -385,6 +387,7 @@ class CheckpointFolder:
     def _read_run_manifest(
         self, checkpoint_id: str, read: Callable[[Path, bytes | None], Manifest]
     ) -> Manifest:
+        """Return a checkpoint's manifest with ``read``; refuse another run's."""
         folder = self.folder(checkpoint_id)
         try:
             content = self.proven(folder, read)
@@ -461,6 +464,7 @@ class CheckpointFolder:
         return by_id
 
     def _checkpoint_ref(self, name: str, content: Manifest | Header) -> CheckpointRef:
+        """Return the reference to a checkpoint on disk, with its state."""
         step, attempt = manifests.parse_id(name)
         state = state_of(self.path / name, content)
         return CheckpointRef(id=name, step=step, attempt=attempt, state=state, where="disk")
@@ -518,6 +522,7 @@ class CheckpointFolder:
 
 
 def _unusable_directory_error(path: Path, why: str) -> StorageError:
+    """Return the error for a directory in which no checkpoint can be stored."""
     return StorageError(
         f"checkpoints cannot be kept in {path}: {why}",
         hint="name a folder that every rank can write: watch(..., checkpoints=PATH)",

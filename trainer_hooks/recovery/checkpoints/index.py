@@ -83,7 +83,7 @@ class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True):
 def reconcile(
     old: CheckpointIndex, there: Sequence[IndexEntry], removed: Iterable[IndexEntry]
 ) -> CheckpointIndex:
-    """Return the current index; the old one is only used for deleted checkpoints.
+    """Return the current index of checkpoints; the old one is only used for deleted checkpoints.
 
     Args:
         old: the index as read; its content is not trusted.
@@ -118,7 +118,7 @@ def removable(
     best: Iterable[str] = (),
     on_branch: OnBranch | None = None,
 ) -> list[str]:
-    """Return the ids that rotation removes, oldest first.
+    """Return the ids of the checkpoints that rotation removes, oldest first.
 
     It keeps the latest ``keep``, the first of each ``keep_every`` steps (a healthy one if there is
     one), and the best. An unproven checkpoint does not replace a healthy one, which the escalation
@@ -211,6 +211,7 @@ def _scan(folder: Path) -> Iterator[IndexEntry]:
 
 
 def _index_entry(path: Path) -> IndexEntry:
+    """Return the entry of one checkpoint on disk; with the reason if it is unreadable."""
     content: Manifest | Header
     try:
         content, reason = manifests.read(path), ""
@@ -241,7 +242,7 @@ _Known = TypeVar("_Known", CheckpointIndex, BadMark, BestMark)
 
 
 def _decoded(path: Path, kind: type[_Known]) -> _Known | None:
-    """Return the content of the file; None if it is missing, damaged, a link or far too large."""
+    """Return a checkpoint file's content; None if missing, damaged, a link or far too large."""
     try:
         return msgspec.json.decode(manifests.read_small(path), type=kind)
     except (OSError, ValueError, RecursionError):

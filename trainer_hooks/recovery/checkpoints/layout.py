@@ -46,7 +46,7 @@ class RankShardLayout:
         return replace(tensor, pieces=tuple(p for p in tensor.pieces if p.name in filled))
 
     def find(self, key: str, shape: Shape) -> LocalShard | None:
-        """Return the position of a tensor within the complete ones; None if it has none."""
+        """Return a tensor's position within a checkpoint's complete ones; None if it has none."""
         if not key.startswith("optim."):
             tensor = self._tensors.get(key)
             return tensor if tensor is not None and tensor.shape == shape else None
@@ -70,7 +70,7 @@ class RankShardLayout:
         )
 
     def spread(self, scalars: Scalars) -> Scalars:
-        """Return the scalars by the names of complete parameters with elements on this rank."""
+        """Name a checkpoint's scalars by the complete parameters with elements on this rank."""
         spread: Scalars = []
         for i, of_params in enumerate(scalars):
             by_whole: dict[str, dict[str, Any]] = {}
@@ -82,7 +82,7 @@ class RankShardLayout:
         return spread
 
     def collect(self, scalars: Scalars) -> Scalars:
-        """Return the scalars by the names of the parameters on this rank."""
+        """Return a checkpoint's scalars by the names of the parameters on this rank."""
         collected: Scalars = []
         for of_params in scalars:
             by_param: dict[str, dict[str, Any]] = {}
@@ -96,14 +96,14 @@ class RankShardLayout:
         return collected
 
     def is_missing_scalars(self, scalars: Scalars) -> bool:
-        """Return whether the scalars of some parameters are missing, and other ranks have them."""
+        """Return whether a checkpoint's scalars lack some parameters, which other ranks have."""
         wholes = {w.removeprefix(_MODEL) for w in self._owners if w.startswith(_MODEL)}
         return any(of_params and wholes - of_params.keys() for of_params in scalars)
 
     def local_specs(
         self, stored: Mapping[str, TensorSpec], rank_keys: Collection[str]
     ) -> dict[str, TensorSpec]:
-        """Return the shapes and types that this rank's tensors need to load the stored ones.
+        """Return the shapes and types that this rank's tensors need to load a checkpoint's ones.
 
         ``stored`` are tensors for this rank, without the ranks' prefixes, which ``rank_keys`` had.
 
@@ -125,6 +125,7 @@ class RankShardLayout:
     def _local_key_and_spec(
         self, name: str, spec: TensorSpec, *, is_own: bool
     ) -> tuple[str, TensorSpec]:
+        """Return the name, shape and type on this rank of a tensor in a checkpoint."""
         i, param, moment = _parse_optimizer_key(name) if name.startswith("optim.") else (-1, "", "")
         whole = _MODEL + param if moment else name
         owner = self._owners.get(whole)
@@ -147,15 +148,17 @@ class RankShardLayout:
 
 
 def _is_cut_alike(moment: str, shape: Shape, of_param: Shape) -> bool:
-    """Return whether optimizer state is sharded like its parameter."""
+    """Return whether a checkpoint's optimizer state is sharded like its parameter."""
     return shape == of_param and moment != "step"
 
 
 def _parse_optimizer_key(key: str) -> tuple[int, str, str]:
+    """Return a checkpoint's key of optimizer state as index, parameter and name."""
     _, i, rest = key.split(".", 2)
     param, name = rest.rsplit(".", 1)
     return int(i), param, name
 
 
 def _optimizer_key(i: int, whole: str, name: str) -> str:
+    """Return the key of optimizer state in a checkpoint."""
     return f"optim.{i}.{whole.removeprefix(_MODEL)}.{name}"

@@ -45,7 +45,7 @@ class CheckpointThread:
         self._worker: threading.Thread | None = None
 
     def add(self, job: Callable[[], None]) -> None:
-        """Queue a job; does not wait."""
+        """Queue a job that saves or marks a checkpoint; does not wait."""
         with self._guard:
             self._jobs.append(job)
             if self._worker is None:
@@ -53,12 +53,12 @@ class CheckpointThread:
                 self._worker.start()
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait until all jobs are done; return False on a timeout."""
+        """Wait until all jobs on checkpoints are done; return False on a timeout."""
         with self._guard:
             return self._guard.wait_for(lambda: self._worker is None, timeout)
 
     def _work(self) -> None:
-        """Process the queue, then end: a run that saves nothing leaves no thread."""
+        """Process the queue of saves, then end: a run that saves nothing leaves no thread."""
         while True:
             with self._guard:
                 if not self._jobs:
@@ -140,6 +140,7 @@ class CheckpointStore:
         return self._background.wait(timeout)
 
     def _save_held(self, snapshot: Snapshot) -> None:
+        """Save a snapshot to disk; report an error, discard its files, and release it."""
         try:
             self._save(snapshot)
         except BaseException as error:  # noqa: BLE001 - CheckpointException is not an Exception
@@ -197,6 +198,7 @@ class CheckpointStore:
             self._try_mark(name, lambda of: self._write_marks(of, snapshot))
 
     def _try_mark(self, name: str, mark: Callable[[str], None]) -> None:
+        """Mark a checkpoint; count and log an error."""
         problem = catch_error(lambda: mark(name))
         if problem is not None:
             self.num_failed += 1
@@ -243,6 +245,7 @@ class CheckpointStore:
         return manifests.measure(partial, [*share, *metadata])
 
     def _check_finite(self, key: str, tensor: Tensor) -> None:
+        """Raise if a checkpoint's tensor that must be finite is not."""
         if key.endswith(".host") or not self._state.must_be_finite(_strip_rank_prefix(key)):
             return
         if not is_finite(tensor):
@@ -251,6 +254,7 @@ class CheckpointStore:
     def _build_manifest(
         self, snapshot: Snapshot, size: int = 0, files: dict[str, FileEntry] | None = None
     ) -> Manifest:
+        """Return the manifest of a snapshot's checkpoint."""
         return Manifest(
             id=manifests.checkpoint_id(snapshot.step, snapshot.attempt),
             run_id=self._run_id,
@@ -267,6 +271,7 @@ class CheckpointStore:
         )
 
     def _tell_failure(self, snapshot: Snapshot, error: BaseException) -> None:
+        """Count, log and record that a checkpoint was not saved."""
         name = manifests.checkpoint_id(snapshot.step, snapshot.attempt)
         self.num_failed += 1
         text = error.text if isinstance(error, VitalsError) else f"{type(error).__name__}: {error}"
@@ -471,16 +476,18 @@ class CheckpointStore:
 
     @property
     def _is_rank0(self) -> bool:
+        """Return whether this is rank 0, which publishes and marks checkpoints for all."""
         return self._ranks.rank == 0
 
 
 def _shard_boxes(shard: LocalShard, tensor: Tensor) -> Iterator[TensorBox]:
+    """Yield a box to store in the checkpoint for each piece of a shard."""
     for piece in shard.pieces:
         yield TensorBox(piece.name, piece.shape, piece.offsets, piece.of(tensor))
 
 
 def _split_large_box(box: TensorBox) -> Iterator[TensorBox]:
-    """Yield a box as parts of some megabytes, split in the same way on every rank that holds it."""
+    """Yield a checkpoint's box as parts of some MB, split alike on every rank that holds it."""
     most = max(1, payload.BOX_BYTES // box.tensor.element_size())
     for offsets, sizes in split_box(tuple(box.tensor.shape), most):
         part = box.tensor
@@ -491,7 +498,7 @@ def _split_large_box(box: TensorBox) -> Iterator[TensorBox]:
 
 
 def _refuse_parts(stored: Mapping[str, TensorSpec], saved_by: int) -> None:
-    """Refuse the ranks' separate data if the number of ranks differs."""
+    """Refuse a checkpoint's separate data of the ranks if the number of ranks differs."""
     first_match = next((match for k in stored if (match := _PARTS_OF_THE_MODEL.match(k))), None)
     if first_match is not None:
         raise CheckpointError(
@@ -503,10 +510,12 @@ def _refuse_parts(stored: Mapping[str, TensorSpec], saved_by: int) -> None:
 
 
 def _strip_rank_prefix(key: str) -> str:
+    """Return a checkpoint's key without its prefix of the rank."""
     return key.split(".", 2)[2] if key.startswith("rank.") else key
 
 
 def _same_bits(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether a checkpoint's tensor, read back, equals another bit for bit."""
     if TensorSpec.of(tensor) != TensorSpec.of(other):
         return False
     return np.array_equal(bytes_of(tensor.contiguous()), bytes_of(other.contiguous()))
