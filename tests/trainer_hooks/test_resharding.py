@@ -25,7 +25,7 @@ from tests.trainer_hooks.spawned import spawned
 from tests.trainer_hooks.wrappings.models import FOUR_RANKS, TWO_RANKS
 from trainer_hooks.recovery.checkpoints import payload
 from trainer_hooks.recovery.checkpoints.planner import BoxReader, TensorBox
-from trainer_hooks.recovery.checkpoints.shard_layout import range_boxes, split_box
+from trainer_hooks.tensors.shard_layout import range_boxes, split_box
 from trainvitals.errors import CheckpointCorruptError, CheckpointError
 
 pytestmark = pytest.mark.dist

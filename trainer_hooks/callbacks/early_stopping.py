@@ -208,7 +208,7 @@ class RankEarlyStopping:
             CheckpointCorruptError: it is damaged; nothing was changed.
             CheckpointError: it could not be read on some rank.
         """
-        from trainer_hooks.recovery.checkpoints.agreement import RankAgreement
+        from trainer_hooks.agreement import RankAgreement
 
         ring, store = self._ring, self._store
         if ring is None or store is None:

@@ -901,7 +901,7 @@ class RecoveryManager:
             StorageError: the directory cannot be written; raised on all.
         """
         # Importing torch.distributed.checkpoint takes half a second: only in heal mode.
-        from trainer_hooks.recovery.checkpoints.agreement import RankAgreement
+        from trainer_hooks.agreement import RankAgreement
         from trainer_hooks.recovery.checkpoints.store import CheckpointStore
 
         state = state or TrainingState(

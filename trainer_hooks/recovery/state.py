@@ -24,12 +24,12 @@ from torch.optim.swa_utils import AveragedModel
 
 from trainer_hooks.guard.ema import EMA
 from trainer_hooks.guard.hook_memory import comm_hooks
-from trainer_hooks.recovery.checkpoints.shard_layout import LocalShard, local_shards
 from trainer_hooks.stateful import HasStateDict
 from trainer_hooks.tensors import optimizer_state
 from trainer_hooks.tensors.copying import wait_for_copies
 from trainer_hooks.tensors.gradients import clean_name, reshard, unwrap
 from trainer_hooks.tensors.rng import capture_rng, restore_rng
+from trainer_hooks.tensors.shard_layout import LocalShard, local_shards
 from trainvitals.errors import CheckpointError
 
 HostState = dict[str, Any]

@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from trainer_hooks.recovery.checkpoints.shard_layout import LocalShard, Shape, ShardPiece
 from trainer_hooks.recovery.state import TensorSpec, mismatch_error
+from trainer_hooks.tensors.shard_layout import LocalShard, Shape, ShardPiece
 
 Scalars = list[dict[str, dict[str, Any]]]
 """For each optimizer, by parameter: the state that is not a tensor."""

@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from trainer_hooks.agreement import RankAgreement
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.recovery.checkpoints.agreement import RankAgreement
 from trainer_hooks.recovery.checkpoints.planner import (
     BoxReader,
     BoxScanner,

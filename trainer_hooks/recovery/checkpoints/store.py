@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from trainer_hooks.agreement import RankAgreement, catch_error
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.checkpoints import emergency_save, payload
 from trainer_hooks.recovery.checkpoints import manifest as manifests
-from trainer_hooks.recovery.checkpoints.agreement import RankAgreement, catch_error
 from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
 from trainer_hooks.recovery.checkpoints.index import OnBranch
 from trainer_hooks.recovery.checkpoints.layout import RankShardLayout
 from trainer_hooks.recovery.checkpoints.manifest import FileEntry, Manifest
 from trainer_hooks.recovery.checkpoints.planner import TensorBox
-from trainer_hooks.recovery.checkpoints.shard_layout import LocalShard, split_box
 from trainer_hooks.recovery.manager import Meta, Restored, Snapshot
 from trainer_hooks.recovery.state import HostState, TensorSpec, TrainingState
 from trainer_hooks.tensors.finite import bytes_of, is_finite
+from trainer_hooks.tensors.shard_layout import LocalShard, split_box
 from trainvitals.errors import CheckpointCorruptError, CheckpointError, UsageError, VitalsError
 from trainvitals.policy.state import CheckpointRef
 from trainvitals.records import CheckpointChanged
