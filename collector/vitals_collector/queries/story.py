@@ -126,10 +126,10 @@ def _onset_paragraph(incident: IncidentParts) -> str:
     return " ".join(sentences)
 
 
-def _findings(found: Sequence[views.FindingView]) -> list[str]:
-    """Explain an incident's findings, one sentence for each kind, metric and rank."""
+def _findings(entries: Sequence[views.FindingView]) -> list[str]:
+    """Return a sentence for each kind, metric and rank: a fault of many steps is one sentence."""
     groups: dict[tuple[str, str, int], list[Finding]] = {}
-    for view in why.without_waits(found):
+    for view in why.without_waits(entries):
         finding = view.finding
         key = (finding.kind, finding.cause or finding.reason, finding.rank)
         groups.setdefault(key, []).append(finding)
