@@ -20,10 +20,10 @@ if os.environ.get(SMALL):
 
 
 # ``tests/e2e/test_versions.py`` also trains with an earlier version, which has the other name.
-INJECTOR = "FaultInjector" if hasattr(train, "FaultInjector") else "Injector"
+INJECTOR = "FaultInjector" if "FaultInjector" in vars(train) else "Injector"
 
 
-class PacedInjector(getattr(train, INJECTOR)):
+class PacedInjector(vars(train)[INJECTOR]):
     """Sleeps before each forward."""
 
     def before_forward(self, model, step):
@@ -31,7 +31,7 @@ class PacedInjector(getattr(train, INJECTOR)):
         super().before_forward(model, step)
 
 
-setattr(train, INJECTOR, PacedInjector)
+vars(train)[INJECTOR] = PacedInjector
 
 if __name__ == "__main__":
     train.main()
