@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from trainer_hooks._watch import watch
     from trainer_hooks.callbacks.early_stopping import RestoredBest
     from trainer_hooks.guard.ema import EMA
+    from trainer_hooks.guard.lr_schedule import LRSchedule
     from trainer_hooks.measures.settings import SignalSettings
     from trainer_hooks.monitor import Monitor
     from trainer_hooks.outcome import StepOutcome
     from trainer_hooks.recovery.manager import CheckpointSettings
-    from trainvitals.detect.schedule import LRSchedule
     from trainvitals.early_stopping import EarlyStopping
 
 __all__ = [
@@ -42,7 +42,7 @@ _HOMES = {
     "Attached": "trainer_hooks._attach",
     "CheckpointSettings": "trainer_hooks.recovery.manager",
     "EarlyStopping": "trainvitals.early_stopping",
-    "LRSchedule": "trainvitals.detect.schedule",
+    "LRSchedule": "trainer_hooks.guard.lr_schedule",
     "Monitor": "trainer_hooks.monitor",
     "RestoredBest": "trainer_hooks.callbacks.early_stopping",
     "SignalSettings": "trainer_hooks.measures.settings",

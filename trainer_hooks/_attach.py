@@ -32,9 +32,10 @@ from trainer_hooks.step.actions import carry_out
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.phases import Orders, Prepared, refuse_at_step
 from trainer_hooks.step.run import judge_returned
+from trainer_hooks.tensors.optimizer_state import params_of
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.detect.outliers import LossKind
-from trainvitals.detect.posttraining.names import OnCollapse, Task, loss_kind_of_task
+from trainvitals.detect.posttraining.names import OnCollapse, Task
 from trainvitals.errors import UsageError
 from trainvitals.records import OnHang
 
@@ -111,7 +112,7 @@ def attach(
         tags=tags,
         state=state,
         signals=signals,
-        loss_kind=loss_kind or loss_kind_of_task(task) or "minimize",
+        loss_kind=loss_kind,
         task=task,
         on_collapse=on_collapse,
         on_hang=on_hang,
@@ -178,7 +179,7 @@ class Attached(MonitorBase):
             self._report_never_stepped("20 losses were given")
 
     def grad_norm(self, norm: Tensor | float) -> None:
-        """Report the norm of all gradients before the loop's clip.
+        """Report to ``attach``'s guard the norm of all gradients before the loop's clip.
 
         Call before ``optimizer.step()`` on all ranks, with the result of ``clip_grad_norm_``.
 
@@ -191,7 +192,7 @@ class Attached(MonitorBase):
             self._norm = self._parts.number("norm", whole)
 
     def before_clip(self, max_norm: float | None = None) -> None:
-        """Measure and judge the gradients before the loop's own clip.
+        """Let ``attach``'s guard measure and judge the gradients before the loop's own clip.
 
         Call on all ranks after the last backward of the step and before the clip.
         ``optimizer.step()`` then applies the verdict. More exact than ``grad_norm``: a finite
@@ -208,7 +209,7 @@ class Attached(MonitorBase):
         self._parts.clock.start_loop_clip()
 
     def keep_batch(self, batch: Any, probe: LossOf) -> None:
-        """Keep this batch for the probe, if it is due.
+        """Keep this batch of an attached loop for the probe, if it is due.
 
         Call before the forward of the batch, on all ranks and in every step. ``attach`` does not
         roll back: if the probe finds damaged weights, an alert pages. The step's loss must be known
@@ -224,13 +225,13 @@ class Attached(MonitorBase):
         self._num_batches += 1
 
     def when_closed(self, undo: Callable[[], None]) -> None:
-        """Call ``undo`` when this closes, to restore what an adapter replaced."""
+        """Call ``undo`` when ``attach``'s guard closes, to restore what an adapter replaced."""
         self._undo.append(undo)
 
     # ---------------------------------------------------------------------------- one step
 
     def _step_one(self, index: int, begins: bool) -> None:
-        """Step one of the loop's optimizers; a step's first one judges it for all."""
+        """Step one optimizer of an attached loop; a step's first one judges it for all."""
         if self._run.halted is not None:
             raise self._run.halted
         guards = (self._device.engine.guards[index],)
@@ -249,7 +250,7 @@ class Attached(MonitorBase):
         self._finish_step(judged)
 
     def _judge(self, max_norm: MaxNorm | None, *, before_clip: bool) -> Judged:
-        """Measure, exchange and judge the current gradients of all optimizers."""
+        """Measure, exchange and judge the current gradients of all optimizers of ``attach``."""
         run, device, parts = self._run, self._device, self._parts
         refuse_at_step(None, device.joinables)
         first = self._step == self._first_step
@@ -260,9 +261,8 @@ class Attached(MonitorBase):
             self._report_unjudged_parts()
         norm = None if before_clip else self._norm
         clips_to = self._max_norm if run.given.owns_clip else max_norm
-        prepared = parts.prepare(
-            self._step, None, None, norm=norm, first=first, max_norm=_finite_max_norm(clips_to)
-        )
+        clips_to = None if clips_to == math.inf else clips_to
+        prepared = parts.prepare(self._step, None, None, norm=norm, first=first, max_norm=clips_to)
         self._measured = [_weak_gradient_refs(o) for o in device.optimizers] if first else []
         verdict = parts.exchange()
         if self._num_batches:
@@ -276,7 +276,7 @@ class Attached(MonitorBase):
         return Judged(verdict, prepared, orders, max_norm, before_clip)
 
     def _finish_step(self, judged: Judged) -> None:
-        """Restore buffers after a bad step, and report the step's numbers."""
+        """Restore buffers after a bad step of an attached loop; report the step's numbers."""
         run, device, parts = self._run, self._device, self._parts
         attempted = self._step
         parts.settle(judged.orders)
@@ -314,7 +314,7 @@ class Attached(MonitorBase):
             run.report_unguarded(text, step=self._step)
 
     def _report_unjudged_parts(self) -> None:
-        """Note that the loop's own clip hides outliers of the gradient norm."""
+        """Note that a clip in the loop given to ``attach`` hides outliers of the gradient norm."""
         if not self._run.given.owns_clip and self._norm is None:
             text = (
                 "gradient-norm outliers are not judged, because the loop's own clip hides them. "
@@ -324,11 +324,7 @@ class Attached(MonitorBase):
             self._run.emitter.note("norm_unknown", text, step=self._step, attempt=self.attempt)
 
     def _refuse_late_gradients(self, index: int) -> None:
-        """In the first step, reject gradients that appeared after the exchange.
-
-        Raises:
-            UsageError: the gradients of this optimizer changed since the step started.
-        """
+        """In an attached loop's first step, reject gradients that appeared after the exchange."""
         if not self._measured:
             return
         now, measured = _weak_gradient_refs(self._device.optimizers[index]), self._measured[index]
@@ -342,7 +338,7 @@ class Attached(MonitorBase):
             )
 
     def _release(self) -> None:
-        """Undo the adapters' replacements, and restore ``optimizer.step``."""
+        """Undo the adapters' replacements, and restore ``optimizer.step`` after ``attach``."""
         for undo in reversed(self._undo):
             with self._run.faults.fail_open("close"):
                 undo()
@@ -350,16 +346,7 @@ class Attached(MonitorBase):
         super()._release()
 
 
-def _finite_max_norm(max_norm: MaxNorm | None) -> MaxNorm | None:
-    """Return the norm that the loop clips to; None for an infinite one."""
-    return None if max_norm == math.inf else max_norm
-
-
 def _weak_gradient_refs(optimizer: Optimizer) -> list[Callable[[], Tensor | None]]:
-    """Return weak references to the gradients, so that they are not kept alive."""
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    return [_return_none if grad is None else weakref.ref(grad) for grad in grads]
-
-
-def _return_none() -> None:
-    """Replace the weak reference to a gradient that does not exist."""
+    """Return weak references to an attached loop's gradients, so that they are not kept alive."""
+    grads = [param.grad for param in params_of([optimizer])]
+    return [(lambda: None) if grad is None else weakref.ref(grad) for grad in grads]

@@ -50,12 +50,12 @@ from trainer_hooks.run_paths import RunPaths, open_inbox, open_journal, open_run
 from trainer_hooks.step.actions import snapshot_meta, start_branch, take_meta
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import StepFeatures
-from trainer_hooks.tensors.gradients import NamedModels, unwrap
+from trainer_hooks.tensors.gradients import unwrap
 from trainer_hooks.terminal import Terminal
 from trainvitals.catalog import MAX_GROUPS
 from trainvitals.clock import Clock, SystemClock
 from trainvitals.detect.outliers import LossKind
-from trainvitals.detect.posttraining.names import OnCollapse, Task, loss_kind_of_task
+from trainvitals.detect.posttraining.names import OnCollapse, Task
 from trainvitals.early_stopping import EarlyStopping
 from trainvitals.policy import Judge
 from trainvitals.records import (
@@ -177,9 +177,7 @@ def watch(
         state=state,
         signals=signals,
         early_stopping=early_stopping,
-        loss_kind=loss_kind
-        or loss_kind_of_task(task)
-        or ("adversarial" if isinstance(whole, NamedModels) else "minimize"),
+        loss_kind=loss_kind,
         task=task,
         on_collapse=on_collapse,
         scheduler_every=scheduler_every,
@@ -191,9 +189,8 @@ def watch(
     if parts is None:
         from trainer_hooks.noop import NullMonitor
 
-        off = NullMonitor(
-            arguments.optimizers, arguments.schedulers, scaler, state, scheduler_every
-        )
+        schedulers = arguments.schedulers
+        off = NullMonitor(arguments.optimizers, schedulers, scaler, state, scheduler_every)
         return cast(Monitor, off)
     return Monitor(
         parts.device,
@@ -265,7 +262,8 @@ def build_monitor_parts(arguments: WatchArguments) -> MonitorParts | None:
         if ranks.rank == 0:
             run.terminal = Terminal.open(info, run_paths.run_dir.run_id, clock, environ)
         if run.terminal is not None:
-            run.terminal.started(_resume_notice(restored))
+            at = "" if restored is None else f"resumed at step {restored.step} from {restored.id}"
+            run.terminal.started(at)
         for code, text in device.warnings:
             run.warn(code, text, step=run.first_step)
         if arguments.on_hang == "restart" and environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
@@ -281,7 +279,7 @@ def build_monitor_parts(arguments: WatchArguments) -> MonitorParts | None:
 def _open_emitter(
     ranks: Ranks, device: DeviceParts, run_paths: RunPaths, faults: FaultCounter, clock: Clock
 ) -> Emitter:
-    """Open this rank's journal and return its emitter."""
+    """Open this rank's journal in ``watch``, and return its emitter."""
     return Emitter(
         open_journal(run_paths, ranks, faults, clock, device.norms.device),
         clock=clock,
@@ -307,7 +305,7 @@ def _build_recovery(
     state: TrainingState | None,
     replicas: Replicas | None,
 ) -> RecoveryManager | None:
-    """Set up snapshots and checkpoints, if they are enabled. Collective."""
+    """Set up snapshots and checkpoints, if ``watch`` enables them. Collective."""
     settings, stopping = arguments.checkpoint_settings(run_paths.run_dir), arguments.early_stopping
     if settings is None:
         return None
@@ -335,7 +333,7 @@ def _run_context(
     faults: FaultCounter,
     clock: Clock,
 ) -> RunContext:
-    """Build the parts of the run, with the budgets of its earlier starts. Collective."""
+    """Build the run's parts for the monitor, with its earlier starts' budgets. Collective."""
     assert mode != "off", "an unwatched run has no host part"
     emitter = _open_emitter(ranks, device, place, faults, clock)
     plan = PlanJournal(
@@ -351,7 +349,7 @@ def _run_context(
         faults=faults,
     )
     recovery = _build_recovery(given, ranks, device, place, plan, emitter, clock, state, replicas)
-    config = msgspec.structs.replace(place.judge, loss_kind=given.loss_kind)
+    config = msgspec.structs.replace(place.judge, loss_kind=given.meaning_of_loss())
     judge = Judge(config, mode, facts=msgspec.structs.replace(place.plan.facts, halted=""))
     norms, sampler = device.norms, device.sampler
     signals = given.signals or SignalSettings()
@@ -390,7 +388,7 @@ def _run_context(
 
 
 def _build_training_state(arguments: WatchArguments, device: DeviceParts) -> TrainingState | None:
-    """Return the training state for the replica checks; None if it cannot be read."""
+    """Return the watched training state for the replica checks; None if it cannot be read."""
     try:
         return TrainingState(
             arguments.model,
@@ -404,7 +402,7 @@ def _build_training_state(arguments: WatchArguments, device: DeviceParts) -> Tra
 
 
 def _start_run(run: RunContext, run_paths: RunPaths, info: RunInfo) -> Restored | None:
-    """Load the latest checkpoint of this run, if any; record the start; take the first snapshot."""
+    """Load a watched run's latest checkpoint, if any; record the start; take the first snapshot."""
     recovery = run.recovery
     restored = recovery.resume() if recovery is not None else None
     attempt = AttemptStarted(id=run_paths.attempt, parent=None, fork_step=0, reason="start")
@@ -426,12 +424,12 @@ def _start_run(run: RunContext, run_paths: RunPaths, info: RunInfo) -> Restored 
     if (replicas := run.replicas) is not None:
         drops = replicas.exclude_differing(attempt.fork_step, run_paths.attempt, run.emitter)
         if drops and recovery is not None:
-            recovery.reset_comparison()
+            recovery.ring.forget_plans()
     return restored
 
 
 def _build_restart_check(run: RunContext, run_paths: RunPaths) -> RestartCheck | None:
-    """Return the comparison with the earlier starts; None without losses that fall."""
+    """Return ``watch``'s comparison with the earlier starts; None without losses that fall."""
     earlier = None
     if run.judge.config.loss_kind == "minimize":
         with run.faults.fail_open("earlier_losses"):
@@ -439,15 +437,10 @@ def _build_restart_check(run: RunContext, run_paths: RunPaths) -> RestartCheck |
     return None if earlier is None else RestartCheck(earlier)
 
 
-def _resume_notice(restored: Restored | None) -> str:
-    """Return the terminal's words on the checkpoint from which a run resumes."""
-    return "" if restored is None else f"resumed at step {restored.step} from {restored.id}"
-
-
 def _emit_start_events(
     run: RunContext, run_paths: RunPaths, info: RunInfo, attempt: AttemptStarted
 ) -> None:
-    """Write the events about the start of this rank; rank 0 those of the run."""
+    """Write ``watch``'s events about the start of this rank; rank 0 those of the run."""
     ranks, step = run.ranks, attempt.fork_step
     started = RankStarted(
         rank=ranks.rank,
@@ -473,7 +466,7 @@ def _emit_start_events(
 
 
 def _start_agent(run: RunContext, run_paths: RunPaths, environ: Mapping[str, str]) -> None:
-    """Start this node's agent, unless VITALS_AGENT is off or a package is missing."""
+    """Let ``watch`` start the node's agent, unless VITALS_AGENT is off or a package is missing."""
     if environ.get("VITALS_AGENT") == "off" or run_paths.folder is None:
         return
     missing = missing_packages()

@@ -38,7 +38,7 @@ _EXITS_ON_REQUEST = (0, -signal.SIGTERM, -signal.SIGINT)
 
 
 def missing_packages() -> list[str]:
-    """Return the missing packages that the agent needs; without it there is only the journal."""
+    """Return the packages missing to start the agent here; without it there is only the journal."""
     return [name for name in _NEEDED if importlib.util.find_spec(name) is None]
 
 
@@ -91,18 +91,18 @@ class AgentStarter:
         )
 
     def down_collector(self) -> str:
-        """Return the collector that the agent reports as down; empty if it responds.
+        """Return the collector that the rank's agent reports as down; empty if it responds.
 
         The file is in shared memory, so no disk can block.
         """
         return self._away.read_text() if self._away.exists() else ""
 
     def notice(self) -> str:
-        """Return what the agent reports, such as a full disk; empty if all is well."""
+        """Return the agent's notice to this rank, such as a full disk; empty if all is well."""
         return self._notice.read_text() if self._notice.exists() else ""
 
     def close(self) -> None:
-        """Start no more agents; a running one continues."""
+        """Start no more agents from the training process; a running one continues."""
         os.close(self._log)
 
 
@@ -114,11 +114,7 @@ def agent_restart_delay_ns(losses: int) -> int:
 class NodeAgent:
     """The agent that this process started, and restarts if it was killed or failed.
 
-    Args:
-        start: starts the agent; closed with this object.
-        emitter: receives notes about the agent.
-        faults: counts errors.
-        now_ns: monotonic time.
+    Closes ``start`` at its end. All times are monotonic nanoseconds.
     """
 
     def __init__(
@@ -140,13 +136,7 @@ class NodeAgent:
         """None while no agent runs."""
 
     def restart_if_ended(self, now_ns: int, *, step: int, attempt: int) -> None:
-        """Restart the agent if it has ended and its delay has passed. Fails open, never waits.
-
-        Args:
-            now_ns: monotonic time.
-            step: step of the note.
-            attempt: attempt of the note.
-        """
+        """Restart the agent if it has ended and its delay has passed. Fails open, never waits."""
         if now_ns < self.next_look_ns:
             return
         self.next_look_ns = now_ns + LOOK_EVERY_NS
@@ -154,7 +144,7 @@ class NodeAgent:
             self._restart_if_ended(now_ns, step, attempt)
 
     def close(self, now_ns: int, *, step: int, attempt: int) -> str:
-        """Check a last time: without an agent, the last rows would stay in shared memory.
+        """Check the rank's agent a last time: without it, last rows would stay in shared memory.
 
         Returns:
             The collector that is down; empty if it responds.
@@ -168,7 +158,7 @@ class NodeAgent:
     def _restart_if_ended(
         self, now_ns: int, step: int, attempt: int, *, last: bool = False
     ) -> None:
-        """Restart the node's agent if its process has ended and its delay has passed."""
+        """Restart the agent from the training process if it ended and its delay has passed."""
         # A forked child is not the agent's parent, and must not start another one.
         if os.getpid() != self._owner:
             return
@@ -193,7 +183,7 @@ class NodeAgent:
         self._restart_agent(now_ns, step, attempt)
 
     def _record_agent_loss(self, why: str, now_ns: int, step: int, attempt: int) -> None:
-        """Record that the node's agent was lost, and schedule its next start."""
+        """Record in the rank that the node's agent was lost, and schedule its next start."""
         self._losses = 1 if now_ns - self._started_ns >= LIVED_NS else self._losses + 1
         self._why = why
         self.next_look_ns = now_ns + agent_restart_delay_ns(self._losses)
@@ -201,15 +191,14 @@ class NodeAgent:
             minutes = WAITS_NS[-1] // 60_000_000_000
             text = (
                 f"{why}, the {self._losses}th in a row: unless another agent serves this folder, "
-                "this node's metrics are neither stored nor shipped, and old rows are "
-                f"overwritten. Next attempt in {minutes} minutes. Its agent.log may show the "
-                "cause; "
-                f"`vitals agent --dir {self._start.directory}` starts one manually"
+                "this node's metrics are neither stored nor shipped, and old rows are overwritten. "
+                f"Next attempt in {minutes} minutes. Its agent.log may show the cause; `vitals "
+                f"agent --dir {self._start.directory}` starts one manually"
             )
             self._emit_agent_note("agent_gone", text, step, attempt)
 
     def _restart_agent(self, now_ns: int, step: int, attempt: int) -> None:
-        """Start the node's agent again after its process was lost, and note it."""
+        """Start the agent again from the training process after it was lost, and note it."""
         self._started_ns = now_ns
         try:
             self.pid = self._start()
@@ -224,7 +213,7 @@ class NodeAgent:
         self._emit_agent_note("agent_restarted", text, step, attempt)
 
     def _emit_agent_note(self, code: str, text: str, step: int, attempt: int) -> None:
-        """Write a note to the run, and log it unless the agent was lost many times in a row."""
+        """Write a rank's note to the run; log it unless the agent was lost many times in a row."""
         if self._losses <= len(WAITS_NS):
             _LOG.warning("vitals: %s", text)
         note = Note(code=code, text=text, severity="warning")
@@ -232,7 +221,7 @@ class NodeAgent:
 
 
 def _poll_agent_exit(pid: int) -> tuple[bool, int | None]:
-    """Return whether the child has ended, and its exit code if known."""
+    """Return whether the agent, this rank's child, has ended, and its exit code if known."""
     try:
         ended_pid, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:  # SIGCHLD is ignored, or other code reaps every child
@@ -241,7 +230,7 @@ def _poll_agent_exit(pid: int) -> tuple[bool, int | None]:
 
 
 def _describe_exit(exit_code: int | None) -> str:
-    """Return how the node's agent ended, as text."""
+    """Return as text how the agent that a rank had started ended."""
     if exit_code is None:
         return "has ended; its exit code is unknown"
     if exit_code == -signal.SIGKILL:

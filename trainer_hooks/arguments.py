@@ -25,7 +25,13 @@ from trainer_hooks.recovery.manager import CheckpointSettings
 from trainer_hooks.tensors.gradients import NamedModels, unwrap
 from trainvitals.auto_clip import MaxNorm, refuse_max_norm
 from trainvitals.detect.outliers import LossKind
-from trainvitals.detect.posttraining.names import TASKS, OnCollapse, Task, is_task
+from trainvitals.detect.posttraining.names import (
+    TASKS,
+    OnCollapse,
+    Task,
+    is_task,
+    loss_kind_of_task,
+)
 from trainvitals.early_stopping import EarlyStopping
 from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.rundir import RunDir
@@ -56,7 +62,7 @@ class WatchArguments:
     signals: SignalSettings | None
     engine: UpdateEngine | None = None
     early_stopping: EarlyStopping | None = None
-    loss_kind: LossKind = "minimize"
+    loss_kind: LossKind | None = None
     task: Task | None = None
     on_collapse: OnCollapse = "report"
     scheduler_every: SchedulerEvery = "step"
@@ -71,13 +77,34 @@ class WatchArguments:
     """Whether Vitals controls the step of the loop, so that it can roll back."""
     max_norm: MaxNorm | None = None
 
+    def meaning_of_loss(self) -> LossKind:
+        """Return the kind of loss; by default that of the task, otherwise of the models."""
+        default: LossKind = "adversarial" if isinstance(self.model, NamedModels) else "minimize"
+        return self.loss_kind or loss_kind_of_task(self.task) or default
+
     def tokens(self) -> int | None:
-        """Return the argument ``tokens_per_step`` as a number; raise if invalid."""
-        return _validate_tokens_per_step(self.tokens_per_step)
+        """Return ``watch``'s argument ``tokens_per_step`` as a number; raise if invalid."""
+        value: Any = self.tokens_per_step
+        if value is None:
+            return None
+        if not isinstance(value, int | float | SupportsIndex) or not 0 < float(value) < 2**53:
+            raise UsageError(
+                f"tokens_per_step is {value!r}; it must be a number above 0",
+                hint="the number of tokens of all ranks in one step; leave it out if it varies",
+            )
+        return int(value)
 
     def hyperparameters(self) -> Mapping[str, object]:
-        """Return the configuration as a mapping; raise if invalid."""
-        return _config_mapping(self.config)
+        """Return the configuration given to ``watch`` as a mapping; raise if invalid."""
+        config: object = self.config
+        if config is None:
+            return {}
+        if isinstance(config, Mapping):
+            return config
+        raise UsageError(
+            f"config is {name_type(config)}; it must be a mapping",
+            hint="vars(arguments), dataclasses.asdict(config), OmegaConf.to_container(config)",
+        )
 
     def declared_schedule(self) -> DeclaredSchedule | None:
         """Return the declared schedule that learning rates are compared with; None without one.
@@ -103,7 +130,7 @@ class WatchArguments:
         )
 
     def agreed_mode(self, ranks: Ranks, environ: Mapping[str, str]) -> Mode:
-        """Return the mode after checking that all ranks have equal arguments. Collective."""
+        """Return the mode after checking that all ranks watch with equal arguments. Collective."""
 
         def checked() -> tuple[Mode, bool, object, object, LossKind, tuple[object, object]]:
             _check_torch()
@@ -117,7 +144,7 @@ class WatchArguments:
             settings = checkpoints if isinstance(checkpoints, CheckpointSettings) else None
             how = bool(checkpoints) if settings is None else replace(settings, directory=Path("/"))
             _check_early_stopping(self.early_stopping)
-            _check_loss_kind(self.loss_kind)
+            _check_loss_kind(self.meaning_of_loss())
             _check_task(self.task)
             _check_on_collapse(self)
             _check_scheduler_every(self.scheduler_every)
@@ -126,7 +153,7 @@ class WatchArguments:
             scaled = self.scaler is not None and self.scaler.is_enabled()
             mode = _effective_mode(self.mode, environ, checkpoints, owns_step=self.owns_step)
             reaction = (self.on_collapse, self.task if self.on_collapse == "stop" else None)
-            return mode, scaled, how, self.early_stopping, self.loss_kind, reaction
+            return mode, scaled, how, self.early_stopping, self.meaning_of_loss(), reaction
 
         modes, scaled, checkpoint_settings, ends, kinds, reactions = zip(
             *on_every_rank(ranks, checked), strict=True
@@ -142,7 +169,7 @@ class WatchArguments:
         return cast(Mode, modes[0])
 
     def checkpoint_settings(self, run_dir: RunDir) -> CheckpointSettings | None:
-        """Return where and how checkpoints are stored; None if they are off."""
+        """Return where and how ``watch`` stores checkpoints; None if they are off."""
         if not self.checkpoints:
             return None
         if isinstance(self.checkpoints, CheckpointSettings):
@@ -153,7 +180,7 @@ class WatchArguments:
 
 
 def _check_argument_types(arguments: WatchArguments) -> None:
-    """Refuse arguments of wrong types."""
+    """Refuse arguments of wrong types in ``watch`` and ``attach``."""
     # Any: users may pass any type, whatever the annotation says.
     model: Any = arguments.model
     optimizers: tuple[Any, ...] = arguments.optimizers
@@ -216,7 +243,6 @@ def _has_param_groups(optimizer: Any) -> bool:
 
 
 def _check_scaler(scaler: object, hint: str) -> None:
-    """Refuse a ``scaler`` given to ``watch`` that is not a GradScaler."""
     if scaler is not None and (isinstance(scaler, type) or not hasattr(scaler, "unscale_")):
         raise UsageError(
             f"scaler is {name_type(scaler)}; it must be a torch.amp.GradScaler", hint=hint
@@ -224,7 +250,6 @@ def _check_scaler(scaler: object, hint: str) -> None:
 
 
 def _check_early_stopping(value: object) -> None:
-    """Refuse an ``early_stopping`` given to ``watch`` that is not EarlyStopping."""
     if value is not None and not isinstance(value, EarlyStopping):
         raise UsageError(
             f"early_stopping is {name_type(value)}; it must be an EarlyStopping",
@@ -233,6 +258,7 @@ def _check_early_stopping(value: object) -> None:
 
 
 def _check_loss_kind(value: object) -> None:
+    """Refuse a ``loss_kind`` given to ``watch`` that is not a known one."""
     if value not in get_args(LossKind):
         raise UsageError(
             f"loss_kind is {value!r}; it must be one of {', '.join(get_args(LossKind))}",
@@ -241,6 +267,7 @@ def _check_loss_kind(value: object) -> None:
 
 
 def _check_task(value: object) -> None:
+    """Refuse a ``task`` given to ``watch`` that is not a kind of post-training, except None."""
     if value is not None and not is_task(value):
         raise UsageError(
             f"task is {value!r}; it must be one of {', '.join(TASKS)}",
@@ -249,6 +276,7 @@ def _check_task(value: object) -> None:
 
 
 def _check_on_collapse(arguments: WatchArguments) -> None:
+    """Refuse an ``on_collapse`` given to ``watch`` that cannot act as it says."""
     value: Any = arguments.on_collapse
     if value not in get_args(OnCollapse):
         raise UsageError(
@@ -271,6 +299,7 @@ def _check_on_collapse(arguments: WatchArguments) -> None:
 
 
 def _check_scheduler_every(value: object) -> None:
+    """Refuse a ``scheduler_every`` given to ``watch`` other than step and epoch."""
     if value not in get_args(SchedulerEvery):
         raise UsageError(
             f"scheduler_every is {value!r}; it must be 'step' or 'epoch'",
@@ -279,6 +308,7 @@ def _check_scheduler_every(value: object) -> None:
 
 
 def _check_on_hang(value: object) -> None:
+    """Refuse an ``on_hang`` given to ``watch`` other than alert and restart."""
     if value not in get_args(OnHang):
         raise UsageError(
             f"on_hang is {value!r}; it must be 'alert' or 'restart'",
@@ -287,7 +317,7 @@ def _check_on_hang(value: object) -> None:
 
 
 def _check_agent_choice(environ: Mapping[str, str]) -> None:
-    """Refuse a value of VITALS_AGENT other than auto and off."""
+    """Let ``watch`` refuse a value of VITALS_AGENT other than auto and off."""
     choice = environ.get("VITALS_AGENT", "auto")
     if choice not in ("auto", "off"):
         raise UsageError(
@@ -297,7 +327,7 @@ def _check_agent_choice(environ: Mapping[str, str]) -> None:
 
 
 def _check_names_and_paths(arguments: WatchArguments) -> None:
-    """Refuse names and paths of wrong types; other tools read them."""
+    """Refuse names and paths of wrong types given to ``watch``; other tools read them."""
     # Any: users may pass any type, whatever the annotation says.
     run: Any = arguments.run
     tags: Any = arguments.tags
@@ -329,7 +359,7 @@ def _check_names_and_paths(arguments: WatchArguments) -> None:
 def _effective_mode(
     mode: str, environ: Mapping[str, str], checkpoints: object, *, owns_step: bool = True
 ) -> Mode:
-    """Return the guard's mode after ``VITALS_MODE``; refuse impossible ones."""
+    """Return the mode of ``watch`` after ``VITALS_MODE``; refuse impossible ones."""
     override = environ.get("VITALS_MODE") or None  # launchers may set it to an empty string
     if override is not None and override not in ("off", "observe"):
         raise UsageError(
@@ -357,36 +387,13 @@ def _effective_mode(
 
 
 def _check_torch() -> None:
-    """Refuse a torch older than the oldest supported version."""
+    """Refuse to watch a training whose torch is older than the oldest supported version."""
     numbers = torch.__version__.split("+")[0].split(".")[:2]
     if tuple(int(n) for n in numbers) < _OLDEST_TORCH:
         raise MissingDependencyError(
             f"torch is {torch.__version__}; at least 2.6 is needed",
             hint="upgrade torch the way your cluster installs it",
         )
-
-
-def _validate_tokens_per_step(value: float | None) -> int | None:
-    if value is None:
-        return None
-    if not isinstance(value, int | float | SupportsIndex) or not 0 < float(value) < 2**53:
-        raise UsageError(
-            f"tokens_per_step is {value!r}; it must be a number above 0",
-            hint="the number of tokens of all ranks in one step; leave it out if it varies",
-        )
-    return int(value)
-
-
-def _config_mapping(config: object) -> Mapping[str, object]:
-    """Return the ``config`` given to ``watch`` as a mapping; refuse other types."""
-    if isinstance(config, Mapping):
-        return config
-    if config is None:
-        return {}
-    raise UsageError(
-        f"config is {name_type(config)}; it must be a mapping",
-        hint="vars(arguments), dataclasses.asdict(config), OmegaConf.to_container(config)",
-    )
 
 
 def join_models(model: Any) -> Any:
@@ -400,11 +407,12 @@ def join_models(model: Any) -> Any:
 
 
 def _is_model_collection(model: Any) -> bool:
+    """Return whether ``watch`` was given several models: a sequence or a mapping."""
     return isinstance(model, Sequence | Mapping) and not isinstance(model, nn.Module | str)
 
 
 def _wrong_models(models: Any) -> UsageError | None:
-    """Return the error of an invalid collection of models, or None."""
+    """Return the error of an invalid collection of models given to ``watch``, or None."""
     by_name = _models_by_name(models)
     if not by_name:
         return UsageError("the list of models is empty", hint="watch([a, b], [opt_a, opt_b])")
@@ -425,7 +433,7 @@ def _wrong_models(models: Any) -> UsageError | None:
 
 
 def _models_by_name(models: Any) -> dict[str, Any]:
-    """Return several models by name: as given, or by class name if those differ."""
+    """Return several watched models by name: as given, or by class name if those differ."""
     if isinstance(models, Mapping):
         return {str(name): model for name, model in models.items()}
     classes = [type(unwrap(m)[0] if isinstance(m, nn.Module) else m).__name__ for m in models]
@@ -435,7 +443,7 @@ def _models_by_name(models: Any) -> dict[str, Any]:
 
 
 def turn_names(model: Any, optimizers: Sequence[Any]) -> list[str]:
-    """Return names of optimizers that take turns: that of its model, if it belongs to one."""
+    """Return names of watched optimizers that take turns: its model's, if it belongs to one."""
     owners: dict[int, str] = {}
     if _is_model_collection(model):
         for name, part in _models_by_name(model).items():
@@ -479,7 +487,7 @@ def refuse_misplaced(options: Mapping[str, object]) -> None:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return one or several optimizers, schedulers or models as a list."""
+    """Return one or several optimizers, schedulers or models given to ``watch`` as a list."""
     if value is None:
         return []
     # A Sequential or a loader is iterable too, but must count as one object.

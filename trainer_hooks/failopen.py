@@ -23,11 +23,11 @@ class FaultCounter:
         """Latest error per place, in one line."""
 
     def fail_open(self, where: str) -> FailOpen:
-        """Run the body; swallow an ``Exception`` in it and count it under ``where``."""
+        """Run the body; swallow its ``Exception``, so training continues; count it in ``where``."""
         return FailOpen(self, where)
 
     def count(self, where: str, error: Exception) -> None:
-        """Count an error that is hidden from the loop, and log the 1st, 2nd, 4th..."""
+        """Count an error that the monitor hides from the loop, and log the 1st, 2nd, 4th..."""
         self.counts[where] += 1
         self.last[where] = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
         count = self.counts[where]
@@ -48,7 +48,7 @@ class FaultCounter:
 
     @property
     def total(self) -> int:
-        """Number of all swallowed exceptions."""
+        """Return the number of all exceptions that the monitor swallowed in this process."""
         return self.counts.total()
 
 

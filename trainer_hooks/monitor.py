@@ -189,7 +189,7 @@ class Monitor(MonitorBase):
         if schedules.every == "step":
             raise end_epoch_error()
         if not schedules.sees_epochs:
-            schedules.end_epoch()
+            schedules.step_schedulers()
         elif not self._epochs_checked:
             self._epochs_checked = True
             text = "monitor.end_epoch() does nothing here: monitor.batches() ends the epochs itself"
@@ -314,7 +314,7 @@ class Monitor(MonitorBase):
 
     def _drop_update(self) -> StepOutcome:
         """Drop an update without any effect on the state."""
-        self._parts.drop_losses()
+        self._parts.micro.clear()
         self._device.shadow.put_back(torch.ones((), device=self._device.norms.device))
         self._clearing.clear()
         return StepOutcome(step=self._step, next_step=self._step)
@@ -330,6 +330,7 @@ class Monitor(MonitorBase):
             self._keep_state()
 
     def _refuse_after_the_end(self) -> None:
+        """Refuse a step after the monitor has halted, was closed or has restored the best state."""
         if self._run.halted is not None:
             raise self._run.halted
         if self._closed:
@@ -357,7 +358,7 @@ class Monitor(MonitorBase):
             return False
         self._feed.replay()
         recovery.restart()
-        self._parts.drop_losses()
+        self._parts.micro.clear()
         self._start_again()
         if self._schedules is not None:
             self._schedules.restore_counts(self._feed.next_epoch)
@@ -366,7 +367,7 @@ class Monitor(MonitorBase):
     def _count_backwards(self, backwards: BackwardCounter, loss: object) -> None:
         """In the first two steps, warn if a step has several backwards but one loss."""
         count, backwards.count = backwards.count, 0
-        is_one = count > 1 and not self._parts.has_micro and is_of_one_backward(loss)
+        is_one = count > 1 and not self._parts.micro and is_of_one_backward(loss)
         if is_one:
             text = (
                 f"step {self._step} is the sum of {count} backward passes, but monitor.step(loss) "
@@ -393,11 +394,7 @@ class Monitor(MonitorBase):
             self._warn("unknown_scaler", text)
 
     def _look_at_schedulers(self, schedules: SchedulerStepper) -> None:
-        """Reject a loop that steps its schedulers itself; with several ranks, rank 0 decides.
-
-        Raises:
-            UsageError: it does, and this is the second step of a single process.
-        """
+        """Refuse a loop that steps its schedulers itself; with several ranks, rank 0 decides."""
         error = None
         with self._run.faults.fail_open("schedules"):
             error = schedules.check_double_stepping(self._step)
@@ -407,6 +404,7 @@ class Monitor(MonitorBase):
             self._run.features[ScheduleFeature].stepped_twice = error
 
     def _warn(self, code: str, text: str) -> None:
+        """Report a likely mistake in the loop at the monitor's current step."""
         self._run.warn(code, text, step=self._step)
 
     def _save_and_stop(self) -> None:
@@ -427,7 +425,7 @@ class Monitor(MonitorBase):
             raise SystemExit(EXIT_CODE)
 
     def _meta(self) -> Meta:
-        """Return the part of a snapshot other than tensors, with the data position."""
+        """Return the part of the monitor's snapshot other than tensors, with the data position."""
         return snapshot_meta(self._run, self._feed.state())
 
     def restore_best(self) -> RestoredBest:
@@ -511,7 +509,7 @@ class Monitor(MonitorBase):
         return decision, restored
 
     def _save_before_halt(self, judgement: Judgement) -> Judgement:
-        """Save a checkpoint before a halt because of a lost policy, and name it. Collective.
+        """Save a checkpoint before ``on_collapse="stop"`` halts, and name it. Collective.
 
         Other halts follow damage, after which the live state is not worth a checkpoint.
         """
@@ -534,7 +532,8 @@ class Monitor(MonitorBase):
 
     def _start_again(self) -> None:
         """Reset the monitor's parts that depend on the state before a rollback."""
-        self._run.features.on_restored(self._step)
+        for feature in self._run.features:
+            feature.on_restored(self._step)
         self._device.shadow.keep()
         if self._device.sampler is not None:
             self._device.sampler.discard_copies()

@@ -20,6 +20,7 @@ from trainer_hooks.guard.step_interception import StepInterception
 from trainer_hooks.outcome import StepOutcome
 from trainer_hooks.probe.probe import LossOf
 from trainer_hooks.tensors.clearing import GradientClearing
+from trainer_hooks.tensors.optimizer_state import params_of
 from trainvitals.auto_clip import DELAY, AutoClip, MaxNorm
 from trainvitals.records import Severity
 
@@ -53,7 +54,7 @@ class NullMonitor:
         self._state: dict[str, Any] = {}
 
     def batches(self, loader: Iterable[Any], *, epochs: int = 1, **_: object) -> Iterator[Any]:
-        """Yield the loader's batches, epoch after epoch."""
+        """Yield the loader's batches, epoch after epoch, unwatched."""
         first = self.step_index
         for epoch in range(epochs):
             set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
@@ -72,21 +73,22 @@ class NullMonitor:
             self._step_schedulers()
 
     def _step_schedulers(self, optimizers: Sequence[Optimizer] = ()) -> None:
+        """Step the schedulers of these optimizers, or all of them; the monitor is off."""
         for scheduler in self._schedulers:
             if not optimizers or any(optimizer_of(scheduler) is o for o in optimizers):
                 scheduler.step()
 
     def micro(self, loss: Tensor, weight: Tensor | float = 1.0) -> None:
-        """Do nothing."""
+        """Ignore a micro-batch's loss: the monitor is off."""
 
     def observe(self, **values: float) -> None:
-        """Do nothing."""
+        """Record no scalars: the monitor is off."""
 
     def observe_samples(self, prompts: object, completions: object, rewards: object) -> None:
-        """Do nothing."""
+        """Keep no completions: the monitor is off."""
 
     def evaluate(self, **values: float) -> None:
-        """Do nothing."""
+        """Record no validation metrics: the monitor is off."""
 
     def alert(
         self,
@@ -97,22 +99,22 @@ class NullMonitor:
         value: Tensor | float | None = None,
         message: str = "",
     ) -> None:
-        """Do nothing."""
+        """Raise no custom alert: the monitor is off."""
 
     def restore_best(self) -> None:
-        """Do nothing: no other state was saved."""
+        """Do nothing, because the monitor is off: no other state was saved."""
 
     def expect(self, reason: str, *, steps: int = 200) -> None:
-        """Do nothing."""
+        """Ignore an announced change: the monitor is off."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Do nothing."""
+        """Run the body without announcing a phase: the monitor is off."""
         yield
 
     @contextmanager
     def count_flops(self) -> Iterator[None]:
-        """Do nothing."""
+        """Run the body without counting its FLOPs: the monitor is off."""
         yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,7 +122,7 @@ class NullMonitor:
         return self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep the state unchanged."""
+        """Keep the state unchanged while the monitor is off."""
         self._state = dict(state)
 
     def step(
@@ -131,7 +133,7 @@ class NullMonitor:
         max_norm: MaxNorm | None = None,
         optimizer: Optimizer | None = None,
     ) -> StepOutcome:
-        """Clip, update, step the schedulers and clear the gradients, without any check."""
+        """Clip, update, step the schedulers and clear the gradients; the monitor checks nothing."""
         scaler = self._scaler
         stepped = self._optimizers if optimizer is None else (optimizer,)
         if scaler is not None and scaler.is_enabled():
@@ -146,9 +148,7 @@ class NullMonitor:
         self._clearing.clear()
         if scaler is not None:
             scaler.update()
-        stepped_params = {
-            id(p) for o in stepped for group in o.param_groups for p in group["params"]
-        }
+        stepped_params = set(map(id, params_of(stepped)))
         for ema in self._emas:
             if ema.averages_any(stepped_params):
                 ema.update()
@@ -158,7 +158,7 @@ class NullMonitor:
         return StepOutcome(step=self.step_index - 1, next_step=self.step_index)
 
     def close(self) -> None:
-        """Leave the model as it was found."""
+        """Leave the model as it was found; the monitor was off."""
         self._clearing.release()
 
     def __enter__(self) -> Self:
@@ -194,7 +194,7 @@ class Unattached(NullMonitor):
             self._route = StepInterception(optimizers, scaler, self._step_one, FaultCounter())
 
     def _step_one(self, index: int, begins: bool) -> None:
-        """Step one optimizer unguarded, after the clip of ``attach(max_norm=...)``."""
+        """Step one optimizer in mode off, after the clip of ``attach(max_norm=...)``."""
         scaler = self._scaler if self._scaler is not None and self._scaler.is_enabled() else None
         if begins:
             if scaler is not None:
@@ -207,19 +207,19 @@ class Unattached(NullMonitor):
             self._optimizers[index].step()
 
     def loss(self, loss: Tensor | float, weight: Tensor | float | None = None) -> None:
-        """Do nothing."""
+        """Ignore the step's loss: ``attach`` guards nothing in mode off."""
 
     def grad_norm(self, norm: Tensor | float) -> None:
-        """Do nothing."""
+        """Ignore the loop's gradient norm: ``attach`` guards nothing in mode off."""
 
     def before_clip(self, max_norm: float | None = None) -> None:
-        """Do nothing."""
+        """Measure nothing before the clip: ``attach`` guards nothing in mode off."""
 
     def keep_batch(self, batch: Any, probe: LossOf) -> None:
-        """Do nothing."""
+        """Keep no batch for a probe: ``attach`` guards nothing in mode off."""
 
     def close(self) -> None:
-        """Restore ``optimizer.step``."""
+        """Restore ``optimizer.step`` after ``attach`` in mode off."""
         for hook in self._hooks:
             hook.remove()
         if self._route is not None:
@@ -239,9 +239,8 @@ class _Clipper:
         self._step = 0
 
     def clip(self, optimizers: Sequence[Optimizer], max_norm: MaxNorm) -> None:
-        """Clip the gradients of the optimizers."""
-        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-        params = [param for group in groups for param in group["params"]]
+        """Clip the gradients of the optimizers as a watched loop would; the monitor is off."""
+        params = params_of(optimizers)
         if max_norm != "auto":
             torch.nn.utils.clip_grad_norm_(params, max_norm)
             return

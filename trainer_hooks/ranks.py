@@ -94,9 +94,6 @@ class Ranks:
             dist.all_reduce(pack, op=dist.ReduceOp.SUM, group=self.side if is_on_side else None)
 
 
-# ---------------------------------------------------------------- agreeing at the start
-
-
 def on_every_rank(ranks: Ranks, call: Callable[[], T]) -> list[T]:
     """Run ``call`` on every rank and return all results, in rank order. Collective.
 
@@ -121,7 +118,7 @@ def on_every_rank(ranks: Ranks, call: Callable[[], T]) -> list[T]:
 
 
 def name_failed_ranks(error: Exception, failed: Sequence[int], world_size: int) -> Exception:
-    """Add the failed ranks to the message, if not all ranks failed."""
+    """Add the failed ranks to the error's message, if not all ranks failed."""
     if not isinstance(error, VitalsError) or isinstance(error, TrainingHalted):
         return error
     if len(failed) == world_size or error.text.startswith("rank "):
@@ -143,11 +140,7 @@ def _sendable_error(error: Exception | None, rank: int) -> VitalsError | None:
 
 
 def check_same(what: str, values: Sequence[object], hint: str) -> None:
-    """Refuse values that differ between ranks, on all ranks together.
-
-    Raises:
-        UsageError: they differ; the message names the first rank that does.
-    """
+    """Refuse values that differ between ranks, on all ranks together; name the first one."""
     for rank, value in enumerate(values):
         if value != values[0]:
             raise UsageError(f"{what}: {value} on rank {rank}, {values[0]} on rank 0", hint=hint)

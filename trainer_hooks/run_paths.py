@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.node import Spot, locate_process, name_nodes
 from trainer_hooks.ranks import Ranks, on_every_rank
 from trainvitals.clock import Clock
 from trainvitals.errors import (
@@ -33,7 +34,6 @@ from trainvitals.identity import (
 from trainvitals.io.control_key import control_folder
 from trainvitals.io.journal import JournalWriter, announce_run, check_room, journal_directory
 from trainvitals.io.mailbox import CommandInbox, Mailbox
-from trainvitals.io.node import Spot, locate_process, name_nodes
 from trainvitals.io.private import is_memory_backed, private_bases
 from trainvitals.io.relaunch import earlier_run, remember_run
 from trainvitals.io.rundir import RunDir, is_full
@@ -69,7 +69,7 @@ def open_run(
     clock: Clock,
     faults: FaultCounter,
 ) -> RunPaths:
-    """Create or find the run on rank 0 and broadcast it; errors are raised on every rank."""
+    """Create or find the watched run on rank 0 and broadcast it; raise errors on every rank."""
     at_root = on_every_rank(
         ranks, lambda: _open_on_root(environ, directory, clock) if ranks.rank == 0 else None
     )[0]
@@ -91,7 +91,7 @@ def open_run(
 def _create_journal_folder(
     environ: Mapping[str, str], run_id: str, run_dir: Path, faults: FaultCounter
 ) -> Path | None:
-    """Create the run's journal directory on this node; None, counted, if that is impossible.
+    """Create a watched run's journal directory on this node; None, counted, if impossible.
 
     A full file system is used only if all are full: space may be freed later.
 
@@ -124,7 +124,7 @@ def _create_journal_folder(
 def _open_on_root(
     environ: Mapping[str, str], directory: str | Path | None, clock: Clock
 ) -> tuple[str, str, int, Plan, JudgeConfig]:
-    """Create or find the run's directory and plan, on rank 0."""
+    """Create or find the watched run's directory and plan, on rank 0."""
     judge = load_judge_config(environ)
     base = Path(directory or environ.get("VITALS_DIR") or "vitals_runs")
     nth = next(_runs)
@@ -143,7 +143,7 @@ def _open_on_root(
 
 
 def _run_dir(base: Path, environ: Mapping[str, str], clock: Clock, nth: int) -> RunDir:
-    """Create or find the directory of the ``nth`` run in this process.
+    """Create or find the directory of the ``nth`` run that this process watches.
 
     Raises:
         StorageError: it cannot be created or written.
@@ -181,7 +181,7 @@ def _other_disk(environ: Mapping[str, str]) -> Path | None:
 
 
 def read_earlier_plan(run_dir: RunDir) -> Plan:
-    """Return the plan of earlier processes; raise if it cannot be read, and never guess."""
+    """Return the watched run's plan of earlier processes; raise if unreadable, and never guess."""
     try:
         return read_plan(run_dir.read_plan())
     except msgspec.ValidationError as error:
@@ -194,7 +194,7 @@ def read_earlier_plan(run_dir: RunDir) -> Plan:
 def open_journal(
     run_paths: RunPaths, ranks: Ranks, faults: FaultCounter, clock: Clock, device: torch.device
 ) -> JournalWriter | None:
-    """Open this rank's journal; if it fails, training continues and the fault is counted."""
+    """Open a watched rank's journal; if it fails, training continues and the fault is counted."""
     if run_paths.folder is None:
         return None
     uuid = ""
@@ -227,7 +227,7 @@ def open_inbox(
     clock: Clock,
     faults: FaultCounter,
 ) -> CommandInbox | None:
-    """Open the mailbox of the run on rank 0, its only reader.
+    """Open the mailbox of the watched run on rank 0, its only reader.
 
     If that fails, training continues and the fault is counted. An error in the run's key is raised
     on every rank.
@@ -261,7 +261,7 @@ def open_inbox(
 
 
 def _boot_id() -> str:
-    """Return the kernel's boot id, for the journal's identity; empty if unknown."""
+    """Return the kernel's boot id, for the journal of a watched rank; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

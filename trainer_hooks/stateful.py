@@ -8,9 +8,9 @@ class HasStateDict(Protocol):
     """Objects for ``watch(state=...)``: an EMA, a loader, a communication hook's memory."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values and tensors."""
+        """Return the state of an object given to ``watch``, as plain values and tensors."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Load a state that ``state_dict`` returned."""
+        """Load a state that ``state_dict`` returned, into an object given to ``watch``."""
         ...

@@ -36,7 +36,7 @@ class _StderrHandler(_StreamHandler):
     """Writes to the current stderr, above a tqdm bar, while logging is not configured."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the line, unless the root logger has a handler by now, which writes it."""
+        """Write a terminal line, unless the root logger has a handler by now, which writes it."""
         if logging.getLogger().handlers:
             return
         self.stream = sys.stderr  # a notebook or test may have replaced it
@@ -51,7 +51,7 @@ class _StderrHandler(_StreamHandler):
 
 
 def show_log() -> None:
-    """Show the logger's INFO lines if logging is not configured; otherwise do nothing."""
+    """Show INFO lines on the terminal if logging is not configured; otherwise do nothing."""
     if _LOG.handlers or logging.getLogger().handlers:
         return
     handler = _StderrHandler()
@@ -62,13 +62,7 @@ def show_log() -> None:
 
 
 class Terminal:
-    """Terminal lines of one run. A healthy step costs one check of ``in_row``.
-
-    Args:
-        info: attributes of the run.
-        run_id: id of the run.
-        clock: measures the time between lines.
-    """
+    """Terminal lines of one run. A healthy step costs one check of ``in_row``."""
 
     def __init__(self, info: RunInfo, run_id: str, clock: Clock) -> None:
         self._name = f"{info.name} ({run_id})" if info.name else run_id
@@ -101,11 +95,7 @@ class Terminal:
         return cls(info, run_id, clock)
 
     def started(self, resumed: str) -> None:
-        """Print which run this is, and how to follow it.
-
-        Args:
-            resumed: how it continues an earlier process; empty for a new run.
-        """
+        """Print which run this is, whether it ``resumed`` an earlier one, and how to follow it."""
         self._resumed = f", {resumed}" if resumed else ""
         _LOG.info(
             "vitals: run %s %s in %s mode; to follow it: vitals tail %s --follow",
@@ -196,12 +186,7 @@ class Terminal:
         )
 
     def interrupted(self, step: int | None, folder: Path) -> None:
-        """Print, after Ctrl-C, from which step a new start can continue.
-
-        Args:
-            step: first step after the latest checkpoint on disk; None if there is none.
-            folder: directory of the checkpoints.
-        """
+        """Print, after Ctrl-C, from which step a new start can continue; None: no checkpoint."""
         if step is None:
             _LOG.warning("vitals: no checkpoint was saved yet, so a new start begins at step 0")
             return
@@ -214,6 +199,7 @@ class Terminal:
         )
 
     def _may_print(self, kind: str) -> bool:
+        """Return whether a terminal line of this kind may be printed again, by time."""
         now, last = self._clock.monotonic_ns(), self._last_line_ns.get(kind)
         if last is not None and now - last < SECONDS_BETWEEN_LINES * 1e9:
             return False
@@ -221,6 +207,7 @@ class Terminal:
         return True
 
     def _end_row(self) -> None:
+        """End a series of skips, and print the number of those without a terminal line."""
         self.in_row = False
         if self._untold and self._may_print("more"):
             verb = "would have been skipped" if self._mode == "observe" else "skipped"
@@ -229,12 +216,14 @@ class Terminal:
             self._untold = 0
 
     def _describe(self, decision: Decision) -> str:
+        """Return a decision as a line for the terminal; after a halt, with the next command."""
         text = decision_text(decision)
         if decision.action == "halt" and decision.acted:
             text = f"{text}; next: vitals why {self._path} {decision.step}"
         return text
 
     def _guard_summary(self) -> str:
+        """Return the skips and rollbacks of the run as text, for its last terminal line."""
         counts = self._counts
         if self._mode == "observe":
             skips, rollbacks = counts["skip_step", False], counts["rollback", False]
@@ -251,10 +240,11 @@ class Terminal:
 
 
 def _format_count(count: int, what: str) -> str:
+    """Return a count with its noun for a line on the terminal: plural, or "no" for 0."""
     return (f"{count:,}" if count else "no") + f" {what}" + ("" if count == 1 else "s")
 
 
 def _short(path: Path) -> str:
-    """Return the path relative to the working directory, if it is inside."""
+    """Return the path for the terminal, relative to the working directory if it is inside."""
     path, here = path.absolute(), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

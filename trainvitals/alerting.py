@@ -5,8 +5,6 @@ one step. Point events (a decision) fire at once and resolve after the run staye
 steps; conditions (a lost run) resolve when the condition ends.
 """
 
-from __future__ import annotations
-
 import enum
 import hashlib
 import json
@@ -39,7 +37,7 @@ class AlertStatus:
 
 
 def advance(status: AlertStatus, *, breached: bool, now: float, hold_seconds: float) -> AlertStatus:
-    """Return the alert's next status.
+    """Return an alert's next status: the rule that it fires once its condition has held.
 
     A condition must hold for ``hold_seconds`` before it fires (0: at once); one that ends while
     pending leaves no trace; one that fired is resolved. Setting the clock back restarts the hold.
@@ -55,7 +53,7 @@ def advance(status: AlertStatus, *, breached: bool, now: float, hold_seconds: fl
 
 
 def fingerprint(name: str, labels: Mapping[str, str]) -> str:
-    """Return 16 hexadecimal characters that identify an alert by name and labels."""
+    """Return 16 hexadecimal characters that identify an alert by its rule's name and labels."""
     text = json.dumps([name, sorted(labels.items())], ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -648,12 +646,12 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fingerprint(self) -> str:
-        """The alert's identity: raised again, it is the same alert."""
+        """Return the identity of an alert record: raised again, it is the same alert."""
         return fingerprint(self.name, self.labels)
 
 
 def alerts_for_decision(decision: Decision, *, run_id: str) -> tuple[Alert, ...]:
-    """Return the alerts of a decision; in ``observe`` only the serious ones."""
+    """Apply the alert rules to a decision; in ``observe`` only the serious ones raise an alert."""
     step, reason = decision.step, decision.reason
     if decision.action == "continue":
         return ()
@@ -683,7 +681,7 @@ def alerts_for_decision(decision: Decision, *, run_id: str) -> tuple[Alert, ...]
 
 
 def is_answered(finding: Finding, actions: Collection[str]) -> bool:
-    """Return whether the decisions about a finding's step already report it.
+    """Return whether the decisions on a finding's step report it, so that no rule raises it.
 
     Args:
         finding: report of a detector.
@@ -698,7 +696,7 @@ def is_answered(finding: Finding, actions: Collection[str]) -> bool:
 def alerts_for_finding(
     finding: Finding, *, run_id: str, loss_kind: str = "minimize"
 ) -> tuple[Alert, ...]:
-    """Return the alerts that a finding raises itself: once for each cause, while it fires.
+    """Apply the alert rules to a finding: it raises one alert per cause, while it fires.
 
     Args:
         finding: report of a detector.
@@ -734,7 +732,7 @@ def alerts_for_run_state(
 def alerts_for_absence(
     name: str, parts: Sequence[str], *, run_id: str, step: int, what: str
 ) -> tuple[Alert, ...]:
-    """Return one alert for each lost part, and one for all beyond the first few.
+    """Return the rule's alert for each lost part, and one for all beyond the first few.
 
     Args:
         name: one of ``ABSENCE_ALERTS``.
@@ -751,14 +749,14 @@ def alerts_for_absence(
 
 
 def alert_for_cap(run_id: str, summary: str = "") -> Alert:
-    """Return the alert for a run above its storage cap with nothing left to delete."""
+    """Return the alert that the rules define for a run above its storage cap."""
     return _build_alert("RunOverCap", run_id, summary, -1)
 
 
 def point_is_over(
     *, raised_step: int, last_step: int, last_unhealthy_step: int, healthy_steps: int = 100
 ) -> bool:
-    """Return whether an alert about a single step resolves after healthy steps.
+    """Return whether the alert rules resolve an alert about one step after healthy steps.
 
     After a rollback steps count again from an earlier one, so the event stays until the run has
     come past the trouble.

@@ -7,8 +7,6 @@ the limit is never below a quantile: otherwise a task with large gradients, one 
 loop trains on in turn, would be clipped at each of its steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -33,7 +31,7 @@ MAX_NORMS = 4_096
 
 
 def refuse_max_norm(max_norm: object) -> None:
-    """Refuse an invalid norm: a clip to NaN or 0 would ruin the gradients.
+    """Refuse an invalid setting ``max_norm``: a clip to NaN or 0 would ruin the gradients.
 
     Raises:
         UsageError: ``max_norm`` is neither a number above 0 nor "auto".
@@ -73,12 +71,12 @@ class AutoClip:
         """Step and norm, in the order of the steps."""
 
     def add(self, step: int, norm: float) -> None:
-        """Add the norm of an applied step, as it was before the clip."""
+        """Add the norm of an applied step, a plain number from before the clip."""
         if math.isfinite(norm) and norm > 0.0:
             self._norms.append((step, norm))
 
     def limit(self, step: int) -> float | None:
-        """Return the norm to which ``step`` is clipped; None while too few norms are known."""
+        """Compute the clip limit of ``step`` from recent norms; None while too few are known."""
         window, latest = self._config.window, step - DELAY
         recent = islice(reversed(self._norms), window + DELAY)
         norms = sorted([norm for at, norm in recent if at <= latest][:window])
@@ -88,7 +86,7 @@ class AutoClip:
         return max(self._config.multiple * norms[len(norms) // 2], highest)
 
     def roll_back(self, step: int, state: Mapping[str, Any] | None) -> None:
-        """Continue from ``step``.
+        """Discard the norms from ``step`` onward, or take those in the record of a snapshot.
 
         The norms kept here include those that arrived on the host after the snapshot. The
         snapshot's own ``state`` serves if it has more of them: after a relaunch, or if the rollback

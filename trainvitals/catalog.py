@@ -7,8 +7,6 @@ A name carries its unit in base units (seconds, bytes, watts, celsius; ratios 0 
 ranks (``run``) are written by global rank 0 only.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from trainvitals.metrics import LAYER_METRICS, STEP_METRICS, Kind, MetricSpec, Scope
@@ -29,7 +27,7 @@ MAX_GROUPS = 128
 
 
 def steps_schema(*, num_groups: int = 1) -> Schema:
-    """Return the schema of the ``steps`` stream; groups after the first get ``learning_rate.N``.
+    """Return the row schema of ``steps``; groups after the first get ``learning_rate.N``.
 
     Columns for the first ``MAX_GROUPS`` groups only.
     """
@@ -62,7 +60,7 @@ def _host_metric(
     kind: Kind = "gauge",
     dtype: Literal["f8", "i8"] = "f8",
 ) -> MetricSpec:
-    """Return the catalog entry of a metric that the agent samples."""
+    """Define a metric of a GPU, a node or a process, for the catalog of all metrics."""
     labels = {"gpu": ("node", "gpu"), "node": ("node",), "process": ("run", "rank")}[scope]
     prefix = "train_process" if scope == "process" else scope
     suffix = "_total" if kind == "counter" else ""
@@ -80,12 +78,12 @@ def _host_metric(
 
 
 def _count(scope: Scope, column: str, text: str) -> MetricSpec:
-    """Return the catalog entry of a counter that the agent samples."""
+    """Define a metric that counts events of a GPU, node or process, for the catalog."""
     return _host_metric(scope, column, "", text, kind="counter", dtype="i8")
 
 
 def _pressure(what: str, text: str) -> MetricSpec:
-    """Return the catalog entry of a counter of the kernel's pressure stalls (PSI)."""
+    """Define a metric of the kernel's pressure stalls (PSI), for the catalog."""
     return _host_metric("node", f"pressure_{what}_seconds", "seconds", text, kind="counter")
 
 
@@ -219,7 +217,7 @@ PROCESS_METRICS: tuple[MetricSpec, ...] = (
 def _sample_schema(
     stream: str, keys: tuple[Column, ...], metrics: tuple[MetricSpec, ...]
 ) -> Schema:
-    """Return the row schema of a stream of the agent's samples."""
+    """Return the schema of rows with these metrics of a GPU, node or process."""
     return Schema(stream, ROW_COLUMNS + keys + tuple(Column(m.column, m.dtype) for m in metrics))
 
 
@@ -240,7 +238,7 @@ def _exposed_metric(
     unit: str = "",
     labels: tuple[str, ...] = (),
 ) -> MetricSpec:
-    """Return the catalog entry of a metric that only ``/metrics`` exposes."""
+    """Define a metric that is in no row: only ``/metrics`` exposes it."""
     return MetricSpec(name=name, help=text, unit=unit, kind=kind, scope=scope, labels=labels)
 
 
@@ -448,7 +446,7 @@ CATALOG: tuple[MetricSpec, ...] = (
 
 
 def find_metric(name: str) -> MetricSpec:
-    """Return the metric of that name, given as exposed or as ``stream.column``.
+    """Return the catalog's metric of that name, given as exposed or as ``stream.column``.
 
     Raises:
         KeyError: there is none.

@@ -15,7 +15,6 @@ import os
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -216,12 +215,7 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -1,7 +1,5 @@
 """Clocks are passed in, so that no decision reads a global one."""
 
-from __future__ import annotations
-
 import time
 from typing import Protocol
 
@@ -10,11 +8,11 @@ class Clock(Protocol):
     """Source of time for the outer layers; tests pass ``trainvitals.testing.ManualClock``."""
 
     def time_ns(self) -> int:
-        """Wall time in nanoseconds since the Unix epoch; may jump. For display only."""
+        """Return wall time in nanoseconds since the Unix epoch; it may jump. For display only."""
         ...
 
     def monotonic_ns(self) -> int:
-        """Nanoseconds from an arbitrary start; never goes back. For durations."""
+        """Return nanoseconds from an arbitrary start, never set back. For durations."""
         ...
 
 

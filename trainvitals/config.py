@@ -1,10 +1,10 @@
-"""Settings: a TOML file, overridden by ``VITALS_SECTION_KEY``, overridden by arguments.
+"""Settings: a TOML file, overridden by ``VITALS_SECTION_KEY``.
 
 A section is a subclass of ``Settings`` next to the code it configures; its annotations define the
 allowed values, bounds included. An error names the key, the value, its origin, and the fix::
 
     [collector]
-    listen = "127.0.0.1:0"        # or VITALS_COLLECTOR_LISTEN, or the argument --listen
+    listen = "127.0.0.1:0"        # or VITALS_COLLECTOR_LISTEN
 """
 
 import difflib
@@ -83,7 +83,7 @@ def kinds(cls: type[Settings]) -> dict[str, typing.Any]:
 
 
 def _to_python_number(value: object) -> object:
-    """Return numpy's numbers as Python's: msgspec refuses them, however well they fit."""
+    """Return a setting that is a numpy number as Python's: msgspec refuses numpy's."""
     if isinstance(value, bool) or type(value) in (int, float):
         return value
     if isinstance(value, numbers.Integral):
@@ -134,11 +134,7 @@ class _GivenSetting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_settings(
-    sections: Sections,
-    *,
-    path: Path | None = None,
-    environ: Mapping[str, str],
-    arguments: Mapping[str, object] | None = None,
+    sections: Sections, *, path: Path | None = None, environ: Mapping[str, str]
 ) -> dict[str, typing.Any]:
     """Return one instance of each section's class.
 
@@ -146,7 +142,6 @@ def load_settings(
         sections: section name to class.
         path: TOML file; other programs' sections are ignored, unless their name is nearly ours.
         environ: usually ``os.environ``.
-        arguments: ``section.key`` to value; None means "not given".
 
     Raises:
         ConfigError: unknown key, wrong type, or a value that cannot work. A key of an earlier
@@ -156,7 +151,6 @@ def load_settings(
     if path is not None:
         _read_settings_file(path, sections, given_by_section)
     _read_settings_environ(environ, sections, given_by_section)
-    _read_settings_arguments(arguments or {}, sections, given_by_section)
     return {
         name: _build_section(name, cls, given_by_section[name]) for name, cls in sections.items()
     }
@@ -214,22 +208,6 @@ def _read_settings_environ(
             break
 
 
-def _read_settings_arguments(
-    arguments: Mapping[str, object],
-    sections: Sections,
-    given_by_section: dict[str, dict[str, _GivenSetting]],
-) -> None:
-    """Add the values of command-line arguments to each section's given values."""
-    for name, value in arguments.items():
-        section, _, key = name.partition(".")
-        if section not in sections:
-            names = ", ".join(sorted(sections))
-            raise ConfigError(f"argument {name!r}: there is no section {section!r}; known: {names}")
-        if value is not None:
-            option = "--" + key.replace("_", "-")
-            given_by_section[section][key] = _GivenSetting(value=value, source=f"argument {option}")
-
-
 def _build_section(
     section: str, cls: type[Settings], given_values: Mapping[str, _GivenSetting]
 ) -> Settings:
@@ -265,11 +243,7 @@ def _build_section(
 def _convert_setting(name: str, kind: object, item: _GivenSetting) -> object:
     """Return the value converted to the annotated type, or raise an error with the expectation."""
     info = inspect.type_info(kind)
-    value = (
-        _parse_setting_text(str(item.value), info)
-        if item.is_text
-        else _to_python_number(item.value)
-    )
+    value = _parse_setting_text(str(item.value), info) if item.is_text else item.value
     try:
         return msgspec.convert(value, kind, dec_hook=_as_path)
     except msgspec.ValidationError:
@@ -303,7 +277,7 @@ def _parse_setting_text(text: str, info: inspect.Type) -> object:
 
 
 def _describe_expected(value: object, info: inspect.Type) -> str:
-    """Return a description of the expected value: for a number, only its bounds, if it has any."""
+    """Describe the expected value of a setting: for a number, only its bounds, if it has any."""
     number = {inspect.IntType: int, inspect.FloatType: int | float}.get(type(info))
     is_one = number is not None and isinstance(value, number) and not isinstance(value, bool)
     return ", ".join(_describe_bounds(info) if is_one else ()) or _describe_type(info)
@@ -335,7 +309,7 @@ def _describe_type(info: inspect.Type) -> str:
 
 
 def _describe_bounds(info: inspect.Type) -> Iterator[str]:
-    """Yield descriptions of the bounds of a number or a text's length."""
+    """Yield the bounds of a setting that is a number or text, for an error message."""
     if isinstance(info, inspect.StrType):
         if info.min_length:
             yield "not empty"
@@ -354,7 +328,7 @@ def _describe_bounds(info: inspect.Type) -> Iterator[str]:
 
 
 def _refuse_near_miss(section: str, sections: Sections, source: str) -> None:
-    """Refuse a misspelt section, which would be ignored; those of other programs are ignored."""
+    """Refuse a misspelt section of the settings; other programs' sections are ignored."""
     suggestion = _suggest_name(section, sections, cutoff=0.8)
     if suggestion:
         raise ConfigError(f"[{section}] ({source}): there is no such section", hint=suggestion)

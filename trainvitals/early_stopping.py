@@ -42,6 +42,7 @@ class Stopper(Stateful):
         self._reset_best()
 
     def _reset_best(self) -> None:
+        """Discard the best value of the metric, and the evaluations since then."""
         self.best: float | None = None
         """Best value so far; None before the first finite value."""
         self.best_step = -1
@@ -51,11 +52,11 @@ class Stopper(Stateful):
 
     @property
     def should_stop(self) -> bool:
-        """Whether the number of evaluations without improvement has reached the patience."""
+        """Return whether the evaluations without improvement have reached the patience setting."""
         return self.num_without >= self._config.patience
 
     def update(self, value: float, *, step: int) -> bool:
-        """Add a value and return whether it is a new best.
+        """Add a value of the metric in the settings, and return whether it is a new best.
 
         A non-finite value does not count as an improvement, in either mode.
 
@@ -80,7 +81,7 @@ class Stopper(Stateful):
         return gain >= self._config.min_delta and gain > 0.0
 
     def why(self, value: float, *, step: int) -> str:
-        """Return a sentence on why early stopping ends the run with this value."""
+        """Return the sentence on why the early-stopping settings end the run at this value."""
         config = self._config
         best = "had no finite value"
         if self.best is not None:
@@ -92,11 +93,11 @@ class Stopper(Stateful):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values, with the metric and mode of the numbers."""
+        """Return the state as plain values, with metric and mode from the settings."""
         return {"metric": self._config.metric, "mode": self._config.mode, **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from a state; start over without one, or if it has another metric or mode.
+        """Continue from a state; start over without one, or if its metric or mode differs.
 
         Patience and delta are the current settings: a higher patience continues the training.
         """

@@ -22,8 +22,6 @@ A code never changes its meaning. The text names the object, the value and the e
 hint names the fix.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

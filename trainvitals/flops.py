@@ -19,8 +19,6 @@ driver gives (``NVIDIA H100 80GB HBM3`` is the SXM board). Sources:
 A name that is missing here gives None: a wrong peak is worse than none.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Literal, NamedTuple
 
@@ -62,7 +60,7 @@ _PEAKS: tuple[tuple[str, _Peak], ...] = (
 
 
 def peak_flops(device_name: str, precision: Precision = "bf16") -> float | None:
-    """Return the device's dense peak in FLOP/s; None for an unknown device or type.
+    """Return a device's dense peak in FLOP/s, for the metric MFU; None if it is unknown.
 
     ``device_name`` is the name from ``torch.cuda.get_device_name()`` or NVML. A slice of a GPU
     (MIG) has another peak and gives None.
@@ -79,7 +77,7 @@ def peak_flops(device_name: str, precision: Precision = "bf16") -> float | None:
 def transformer_flops_per_token(
     num_params: int, *, num_layers: int = 0, d_model: int = 0, sequence_length: int = 0
 ) -> float:
-    """Return the model FLOPs of one trained token: ``6 N + 12 L d s`` (PaLM, appendix B).
+    """Return a token's model FLOPs for the metric MFU: ``6 N + 12 L d s`` (PaLM, appendix B).
 
     ``num_params`` without the position embeddings; forward and backward, attention not causal, no
     recomputation: model FLOPs, not hardware FLOPs. Without layers it is ``6 N`` alone.
@@ -88,7 +86,7 @@ def transformer_flops_per_token(
 
 
 def mfu_ratio(*, flops_per_second: float, peak: float | None, num_devices: int = 1) -> float | None:
-    """Return model FLOPs utilization, 0 to 1; None if the peak is unknown."""
+    """Return the metric MFU: model FLOPs utilization, 0 to 1; None if the peak is unknown."""
     if peak is None or peak <= 0 or num_devices < 1:
         return None
     return flops_per_second / (peak * num_devices)

@@ -4,8 +4,6 @@ Pure: input are columns of the steps in the lineage; output are numbers or a rea
 does not predict the future, the result is the reason as a sentence.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -86,7 +84,7 @@ def forecast_finish(
     total_steps: int,
     now_unix_ns: int,
 ) -> Finish | str:
-    """Return when the last step ends, or why there is no forecast.
+    """Forecast from the columns of steps when the last one ends, or return why it cannot be.
 
     A gap that is longer than a usual step contained an evaluation or a save, which continue at
     their rate so far. If it is much longer, or a new attempt started, it was an interruption: a
@@ -156,7 +154,7 @@ def forecast_finish(
 
 
 def _is_long(seconds: Floats, num: Floats) -> npt.NDArray[np.bool_]:
-    """Return which gaps contained more than steps, compared with the usual duration around them."""
+    """Return which gaps between steps the forecast counts as interruptions or saves."""
     each = seconds / num
     usual = np.empty_like(each)
     for block in np.array_split(np.arange(len(each)), min(_BLOCKS, len(each) // 8 or 1)):
@@ -165,7 +163,7 @@ def _is_long(seconds: Floats, num: Floats) -> npt.NDArray[np.bool_]:
 
 
 def _pace_error(seconds: Floats, num: Floats, remaining_steps: int) -> float:
-    """Return the standard error of the seconds per step that are to come."""
+    """Return the standard error of the seconds per step in the forecast."""
     edges = np.linspace(0.0, num.sum(), _BLOCKS + 1)
     block = np.clip(np.searchsorted(edges, np.cumsum(num)) - 1, 0, _BLOCKS - 1)
     steps = np.bincount(block, num, _BLOCKS)
@@ -177,7 +175,7 @@ def _pace_error(seconds: Floats, num: Floats, remaining_steps: int) -> float:
 
 
 def forecast_final_loss(step: Ints, loss: Floats, *, total_steps: int) -> FinalLoss | str:
-    """Return the predicted final loss, or why there is no forecast.
+    """Forecast the final loss from the columns of steps, or return why there is no forecast.
 
     The latest two thirds of the curve, as medians, are fitted by a line of log loss over log steps
     (a power law; Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 4.2); its
@@ -226,14 +224,14 @@ def forecast_final_loss(step: Ints, loss: Floats, *, total_steps: int) -> FinalL
 
 
 def _select_latest_losses(at: Floats, values: Floats, now: float) -> Floats:
-    """Return the losses of the last twentieth before a step: at least one."""
+    """Return the losses of the last twentieth before a step of the forecast: at least one."""
     end = int(np.searchsorted(at, now, "right"))
     begin = int(np.searchsorted(at, (1 - FINAL_SHARE) * now, "right"))
     return values[min(begin, end - 1) : end]
 
 
 def _fit_loss_line(at: Floats, values: Floats, now: float) -> tuple[float, float] | None:
-    """Return slope and offset of log loss over log steps up to a step; None with too few."""
+    """Fit the forecast's line of log loss over log steps up to a step; None with too few."""
     edges = np.searchsorted(at, now * np.geomspace(1 / _SPAN, 1.0, _BINS + 1), "right")
     parts = [slice(a, b) for a, b in pairwise(edges) if b > a]
     if len(parts) < 4:
@@ -246,7 +244,7 @@ def _fit_loss_line(at: Floats, values: Floats, now: float) -> tuple[float, float
 
 
 def _backtest_line(at: Floats, values: Floats, now: float, level: float, share: float) -> float:
-    """Return the error, in log loss, of an earlier step's line at the current step."""
+    """Return the error, in log loss, that a forecast from an earlier step has at this one."""
     line = _fit_loss_line(at, values, share * now)
     if line is None:
         return float("inf")
@@ -264,7 +262,7 @@ class Lag(NamedTuple):
 def measure_token_lag(
     tokens: Floats, loss: Floats, other_tokens: Floats, other_loss: Floats
 ) -> Lag | str:
-    """Return how many tokens sooner the other run had the loss that this one has now.
+    """Compute from the columns of two runs how many tokens sooner the other had this loss.
 
     Losses are medians over a twentieth of the tokens. 0: the difference is within the noise.
 
@@ -313,24 +311,12 @@ def measure_token_lag(
 
 
 def _estimate_median_error(window: Floats) -> float:
-    """Return the standard error of the median loss in a window."""
+    """Return the standard error of the median loss in a window of the forecast."""
     spread = 1.4826 * float(np.median(np.abs(window - np.median(window))))
     return 1.2533 * spread / float(np.sqrt(len(window)))
 
 
 def _finite_pairs(at: Floats, values: Floats) -> tuple[Floats, Floats]:
-    """Return the points of a loss curve whose numbers are both finite."""
+    """Return the points of the loss curve, for a forecast, whose numbers are both finite."""
     is_finite = np.isfinite(at) & np.isfinite(values)
     return at[is_finite].astype(np.float64), values[is_finite]
-
-
-__all__ = [
-    "COVERS",
-    "FINAL_SHARE",
-    "FinalLoss",
-    "Finish",
-    "Lag",
-    "forecast_final_loss",
-    "forecast_finish",
-    "measure_token_lag",
-]

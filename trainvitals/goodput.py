@@ -8,8 +8,6 @@ interval is assigned to buckets in the order of ``PRECEDENCE``; each bucket gets
 at most the rest. So the buckets add up to the wall time, to the nanosecond, whatever was measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
@@ -150,17 +148,17 @@ class Goodput:
 
     @property
     def wall_ns(self) -> int:
-        """From the first start to the last report."""
+        """Return the wall time from the first start to the last report."""
         return self.end_unix_ns - self.begin_unix_ns
 
     @property
     def ratio(self) -> float | None:
-        """Productive share of the wall time; None without any."""
+        """Return the productive share of the wall time; None without any."""
         return self.nanoseconds["productive"] / self.wall_ns if self.wall_ns else None
 
     @property
     def mttf_seconds(self) -> float | None:
-        """Mean time to failure: running time over failures; None without a failure."""
+        """Return the mean time to failure: running time over failures; None without a failure."""
         if not self.failures:
             return None
         repairs = sum((f.back_ns or self.end_unix_ns) - f.at_ns for f in self.failures)
@@ -168,7 +166,7 @@ class Goodput:
 
     @property
     def mttr_seconds(self) -> float | None:
-        """Mean time to recovery: from the last progress to the next step's end."""
+        """Return the mean time to recovery: from the last progress to the next step's end."""
         repairs = [f.back_ns - f.at_ns for f in self.failures if f.back_ns]
         return sum(repairs) / len(repairs) / 1e9 if repairs else None
 
@@ -219,7 +217,7 @@ class _Timeline(NamedTuple):
 
 
 def _build_timeline(launches: Sequence[Launch], steps: EndedSteps, bounds: Ints) -> _Timeline:
-    """Return the ends of steps in order, and the interval before each."""
+    """Return the ends of steps in order, and the intervals that goodput divides."""
     ends = steps.end_unix_ns.copy()
     intervals = np.diff(ends, prepend=ends[:1])
     ordered: list[Launch] = []
@@ -244,7 +242,7 @@ def _build_timeline(launches: Sequence[Launch], steps: EndedSteps, bounds: Ints)
 
 
 def _usual_compute_time(steps: EndedSteps, bounds: Ints) -> Ints:
-    """Return, by launch, the usual compute time of a step; -1 if no step shows it."""
+    """Return each launch's usual compute time of a step, for goodput; -1 if no step shows it."""
     usual = np.full(len(bounds) - 1, -1, np.int64)
     for k, (low, high) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
         for begin in (min(low + _FIRST_STEPS, high), low):
@@ -262,12 +260,12 @@ def _usual_compute_time(steps: EndedSteps, bounds: Ints) -> Ints:
 
 
 def _non_compute_seconds(steps: EndedSteps) -> tuple[Floats, ...]:
-    """Return the measured times of a step in addition to its compute time."""
+    """Return a step's measured times that goodput separates from its compute time."""
     return steps.data_wait, steps.checkpoint, steps.evaluation, steps.wait
 
 
 def _seconds_in_spans(spans: Sequence[TimeSpan], line: _Timeline) -> Ints:
-    """Return how much of each step's interval is in one of the spans."""
+    """Return how much of each step's interval is in a hang or pause, for goodput."""
     inside = np.zeros(len(line.ends), np.int64)
     begins = line.ends - line.intervals
     for begin, end in spans:
@@ -279,7 +277,7 @@ def _seconds_in_spans(spans: Sequence[TimeSpan], line: _Timeline) -> Ints:
 
 
 def _merge_spans(spans: Sequence[TimeSpan]) -> list[TimeSpan]:
-    """Return the spans in order and without overlap."""
+    """Return the hangs that goodput counts, in order and without overlap."""
     merged: list[TimeSpan] = []
     for span in sorted(spans):
         if merged and span.begin_ns <= merged[-1].end_ns:
@@ -291,12 +289,13 @@ def _merge_spans(spans: Sequence[TimeSpan]) -> list[TimeSpan]:
 
 
 def _fill_missing_seconds(seconds: Floats) -> Floats:
-    """Return the seconds; 0 if missing or invalid."""
+    """Return the measured seconds that goodput divides; 0 if missing or invalid."""
     filled = np.nan_to_num(seconds, nan=0.0, posinf=0.0, neginf=0.0)
     return np.clip(filled, 0.0, _LONGEST_SECONDS, out=filled)
 
 
 def _to_nanoseconds(seconds: Floats) -> Ints:
+    """Return the measured seconds that goodput divides, in whole nanoseconds."""
     return np.rint(_fill_missing_seconds(seconds) * 1e9).astype(np.int64)
 
 
@@ -313,14 +312,14 @@ class _StepIntervals:
         """Buckets of rolled-back steps before their rollback."""
 
     def assign(self, bucket: Bucket, nanoseconds: Ints) -> None:
-        """Assign time of each interval to a bucket, at most the rest."""
+        """Assign time of each step's interval to a bucket of goodput, at most the rest."""
         part = np.minimum(np.maximum(nanoseconds, 0), self.left)
         self.left -= part
         before = self.parts.get(bucket)
         self.parts[bucket] = part if before is None else before + part
 
     def mark_rolled_back(self, which: Mask) -> None:
-        """Move these steps' parts to ``rolled_back``; saves and evaluations stay."""
+        """Move these steps to goodput's bucket ``rolled_back``; saves and evaluations stay."""
         at = np.flatnonzero(which)
         lost = np.zeros(len(at), np.int64)
         for bucket in OF_STEPS:
@@ -332,14 +331,14 @@ class _StepIntervals:
         self.parts["rolled_back"][at] = lost
 
     def assign_rest(self, bucket: Bucket, which: Mask | None = None) -> None:
-        """Assign the rest of these steps to a bucket."""
+        """Assign the rest of these steps' intervals to a bucket of goodput."""
         self.assign(bucket, self.left if which is None else np.where(which, self.left, 0))
 
 
 def _assign_buckets(
     taken: _StepIntervals, steps: EndedSteps, usual: Ints, first: Ints, hung: Ints, paused: Ints
 ) -> None:
-    """Hand each step's interval out, by ``PRECEDENCE``."""
+    """Divide each step's interval among the buckets of goodput, by ``PRECEDENCE``."""
     intervals = taken.left.copy()
     own_usual = usual[steps.launch]
     is_known = np.isfinite(steps.seconds)
@@ -383,12 +382,13 @@ class _BucketSums:
         self.by_attempt: dict[int, dict[Bucket, int]] = {}
 
     def add(self, attempt: int, bucket: Bucket, nanoseconds: int) -> None:
+        """Add nanoseconds to an attempt's bucket of goodput."""
         if nanoseconds > 0:
             attempt_sums = self.by_attempt.setdefault(attempt, {})
             attempt_sums[bucket] = attempt_sums.get(bucket, 0) + nanoseconds
 
     def add_steps(self, attempts: Ints, parts: Mapping[Bucket, Ints]) -> None:
-        """Add the steps' parts, by consecutive steps of one attempt."""
+        """Add the steps' parts to the buckets of goodput, by consecutive steps of one attempt."""
         if not len(attempts):
             return
         starts = np.flatnonzero(np.diff(attempts, prepend=attempts[0] - 1))
@@ -405,7 +405,7 @@ def _sum_buckets(
     hangs: Sequence[TimeSpan],
     usual: Ints,
 ) -> Goodput:
-    """Add up the buckets of steps, and of the time between and around them."""
+    """Add up goodput's buckets of steps, and of the time between and around them."""
     sums, failures = _BucketSums(), []
     sums.add_steps(steps.attempt, taken.parts)
     before, attempt, gap = line.launches[0].process_ns, 0, "down"
@@ -452,7 +452,7 @@ def _sum_buckets(
 
 
 def _overcome(line: _Timeline, low: int, high: int, hangs: Sequence[TimeSpan]) -> list[Failure]:
-    """Return the hangs from which the launch with these steps recovered by itself."""
+    """Return the hangs from which a launch recovered without a restart, as goodput's failures."""
     ends = line.ends[low:high]
     # By their ends: agents check twice a second, and a hang may seem to start before its step did.
     rows = [(span, int(np.searchsorted(ends, span.end_ns))) for span in hangs]

@@ -6,8 +6,6 @@ itself (a skip costs one step). Skipping a non-finite update is always needed: t
 parameters. A judgement needs the steps after the decision; until they exist it is *open*.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -71,7 +69,7 @@ def judge_decision_in_hindsight(decision: Decision, losses: Mapping[int, float])
 
 
 def summarize_outcomes(outcomes: Iterable[str | None]) -> str:
-    """Return a sentence about the outcomes; empty if there are none.
+    """Return a sentence on how many recorded decisions were needed in hindsight; "" for none.
 
     >>> tally(["needed", "needed", "unneeded", None])
     '2 of 3 would have been needed, 1 was not'

@@ -31,7 +31,7 @@ def new_run_id(time_unix_ns: int) -> str:
 
 
 def check_run_id(value: str) -> str:
-    """Return ``value`` if it is a ULID.
+    """Check the run id in a record's identity: return ``value`` if it is a ULID.
 
     Raises:
         UsageError: it is not; a run id is also a directory name, so nothing else is allowed.
@@ -46,7 +46,7 @@ def check_run_id(value: str) -> str:
 
 
 def new_incarnation() -> str:
-    """Return a random 64-bit id in hexadecimal for one start of one writer."""
+    """Return a random 64-bit id in hexadecimal, by which records name one start of a writer."""
     return secrets.token_hex(8)
 
 
@@ -62,7 +62,7 @@ def check_incarnation(value: str) -> str:
 
 
 def new_attempt_id(time_unix_ns: int) -> int:
-    """Return an id that sorts by time, needs no memory of the past, and is exact in a float64."""
+    """Return an attempt's id for records: it sorts by time, and is exact in a float64."""
     return (time_unix_ns // 1_000_000) * 1_000 + secrets.randbelow(1_000)
 
 
@@ -77,7 +77,7 @@ class Source(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Source:
-        """Return the source written as ``kind:key``.
+        """Return the source of a record, which is written as ``kind:key``.
 
         Raises:
             UsageError: unknown kind, or a key with characters that are not ``[A-Za-z0-9._:-]``.
@@ -91,7 +91,7 @@ class Source(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> int | None:
-        """The global rank, if the source is one."""
+        """Return the global rank, if the source of the records is one."""
         return int(self.key) if self.kind == "rank" else None
 
 
@@ -118,7 +118,7 @@ class Identity(msgspec.Struct, frozen=True):
     """URL to scrape the writer, for an agent's own source. Older collectors ignore it."""
 
     def check(self) -> Identity:
-        """Return self if every part that becomes a key or a file name is well formed."""
+        """Check the identity in records: return self if each key and file name is well formed."""
         check_run_id(self.run_id)
         check_incarnation(self.incarnation)
         Source.parse(self.source)

@@ -18,12 +18,12 @@ _PLAIN = (str, bytes, int, float, type(None))
 
 
 def to_json(body: object) -> bytes:
-    """Return the body as JSON that ``from_json`` reads back."""
+    """Return a view as JSON that ``from_json`` reads back: a NaN becomes a string."""
     return msgspec.json.encode(jsonable(body))
 
 
 def from_json(raw: bytes, kind: type[T]) -> T:
-    """Return what ``to_json`` wrote.
+    """Return the record or view that ``to_json`` wrote.
 
     Raises:
         UNREADABLE: of ``errors``; it is not JSON, or not of that type.
@@ -33,7 +33,7 @@ def from_json(raw: bytes, kind: type[T]) -> T:
 
 
 def jsonable(body: Any) -> Any:
-    """Return the body with strings for its non-finite numbers; the body itself if it has none."""
+    """Return a view with strings for its non-finite numbers; the view itself if it has none."""
     if isinstance(body, float):
         return body if math.isfinite(body) else non_finite_word(body)
     if isinstance(body, msgspec.Struct):
@@ -65,7 +65,7 @@ def _find_float_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
 
 
 def _may_hold_float(kind: inspect.Type, outer: frozenset[type]) -> bool:
-    """Return whether values of a type may contain a float."""
+    """Return whether a field of a record or view, by its type, may contain a float."""
     match kind:
         case inspect.FloatType() | inspect.AnyType():
             return True
@@ -83,13 +83,13 @@ def _may_hold_float(kind: inspect.Type, outer: frozenset[type]) -> bool:
 
 
 def _changed_fields(values: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the values that change if non-finite numbers become strings."""
+    """Return the fields of a view that change if non-finite numbers become strings."""
     pairs = ((name, value, jsonable(value)) for name, value in values.items())
     return {name: new for name, value, new in pairs if new is not value}
 
 
 def non_finite_word(value: float) -> str:
-    """Return the string for a non-finite number; ``float`` parses it."""
+    """Return the string for a non-finite number in a view's JSON; ``float`` parses it."""
     if math.isnan(value):
         return "nan"
     return "inf" if value > 0 else "-inf"

@@ -25,8 +25,6 @@ The log provides the numbers. Everything else rests on these assumptions:
   batches must read worse before the state counts as damaged.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,7 +40,7 @@ from trainvitals.policy import StepInputs
 from trainvitals.policy.evidence import NO_READING, Ask, ProbeResult
 from trainvitals.policy.judge import Judge, JudgeConfig, Judgement
 from trainvitals.policy.state import CheckpointRef, DeviceRule, Mode
-from trainvitals.records import Decision, Finding, StateRead, StepRecord
+from trainvitals.records import Decision, StateRead, StepRecord
 
 EVERY_STEP_SHARE = 0.9
 """Share of records that must follow the one before by one step, for steps to be counted."""
@@ -118,7 +116,7 @@ class Cadence:
 
 
 def measure_log_cadence(log: Sequence[LoggedStep]) -> Cadence:
-    """Return the spacing of the steps in a log that is replayed."""
+    """Return the spacing of a log's steps, before the log is judged."""
     restarts: set[int] = set()
     forward: Counter[int] = Counter()
     num_repeated = num_late = 0
@@ -148,7 +146,7 @@ def measure_log_cadence(log: Sequence[LoggedStep]) -> Cadence:
 
 
 def find_overflow_records(log: Sequence[LoggedStep]) -> frozenset[int]:
-    """Return the positions of records at which a loss scaler skipped the step for an overflow.
+    """Return the positions in a log at which its loss scaler skipped a step for an overflow.
 
     Overflows are single or in short rows. If the log has the loss scale, it must fall.
     """
@@ -168,18 +166,20 @@ def find_overflow_records(log: Sequence[LoggedStep]) -> frozenset[int]:
 
 
 def _is_overflow(logged: LoggedStep) -> bool:
+    """Return whether a log's record has a non-finite norm and a finite loss: an overflow."""
     norm, loss = logged.grad_norm, logged.loss
     is_norm_lost = norm is not None and not math.isfinite(norm)
     return is_norm_lost and loss is not None and math.isfinite(loss)
 
 
 def _has_falling_scale(stretch: Sequence[LoggedStep]) -> bool:
+    """Return whether the loss scale falls over these records of a log."""
     scales = [logged.loss_scale for logged in stretch if logged.loss_scale is not None]
     return len(scales) > 1 and scales[-1] < scales[0]
 
 
 def is_prevented_by_healthy_probe(decision: Decision) -> bool:
-    """Return whether a probe that found the state healthy would have prevented the action.
+    """Return whether a healthy probe result, which a log lacks, would prevent the action.
 
     A log has no probe, so an action that needs the probe to find damage is never simulated.
     """
@@ -187,7 +187,7 @@ def is_prevented_by_healthy_probe(decision: Decision) -> bool:
 
 
 def describe_query(read: StateRead) -> str:
-    """Return a sentence about the query that the probe would have received."""
+    """Return a sentence on the query that a probe would have received in a judged log."""
     return _QUESTIONS.get(read.trigger, "").format(read.onset_step)
 
 
@@ -201,7 +201,7 @@ def judge_history(
     clips: bool = True,
     expected: Iterable[int] = (),
 ) -> Iterator[JudgedStep]:
-    """Judge each record of a log, in order, with the class that judges a live run.
+    """Judge each record of a log, in order, as a function: with the class of a live run.
 
     Args:
         log: the records, oldest first. The steps may go back if a run was resumed.
@@ -216,7 +216,7 @@ def judge_history(
 
 
 def export_judged_steps(judged_steps: Iterable[JudgedStep]) -> dict[str, list[dict[str, Any]]]:
-    """Return findings, queries to the probe and decisions, each with its row in the log."""
+    """Return a judged log's findings, queries to the probe and decisions as plain records."""
     findings: list[dict[str, Any]] = []
     decisions: list[dict[str, Any]] = []
     questions: list[dict[str, Any]] = []
@@ -275,7 +275,7 @@ class _LogReplay:
         self._num_starts = 1
 
     def judge_log(self) -> Iterator[JudgedStep]:
-        """Complete each record when it is due, and judge it when its numbers would be read."""
+        """Complete each record of the log when due, and judge it once its numbers would be read."""
         for index, logged in enumerate(self._log):
             if index == 0:
                 self._add_initial_checkpoint()
@@ -307,17 +307,18 @@ class _LogReplay:
         yield from self._judge_waiting()
 
     def _is_announced(self, step: int) -> bool:
-        """Whether this is the first record at or after an announced change."""
+        """Return whether this is the log's first record at or after an announced change."""
         num_left = len(self._expected)
         while self._expected and self._expected[-1] <= step:
             self._expected.pop()
         return len(self._expected) < num_left
 
     def _clock_at_index(self, index: int) -> int:
-        """Return the policy's clock at a record of the replayed log."""
+        """Return the policy's clock at a record of the judged log."""
         return index if self._cadence.counts_records else self._log[index].step
 
     def _logged_step(self, clock: int) -> int:
+        """Return the step in the judged log for a time of its clock."""
         return self._map_record_to_step(clock) if self._cadence.counts_records else clock
 
     def _is_read(self, index: int, record: StepRecord, now: LoggedStep) -> bool:
@@ -325,12 +326,12 @@ class _LogReplay:
         return self._log[index].step + self._lag < now.step or len(self._waiting) > self._lag
 
     def _judge_waiting(self) -> Iterator[JudgedStep]:
-        """Judge the log's records whose numbers the host has not read yet."""
+        """Judge the log's records whose numbers the simulated host has not read yet."""
         while self._waiting:
             yield self._judge_record(*self._waiting.popleft())
 
     def _judge_record(self, index: int, record: StepRecord) -> JudgedStep:
-        """Judge one record of the replayed log, and follow a rollback or halt."""
+        """Judge one record of the log, and follow a rollback or halt."""
         if record.attempt != self._attempt:
             record = replace(record, attempt=self._attempt)  # in flight: not discarded in a log
         self._take_checkpoint(index, record.step)
@@ -357,7 +358,7 @@ class _LogReplay:
         return JudgedStep(self._log[index].row, record, judgement)
 
     def _add_fleet_findings(self, index: int, judgement: Judgement) -> Judgement:
-        """Add the findings about numbers other than loss and gradient norm: rate, scale, speed."""
+        """Add the findings on a log's other numbers: learning rate, loss scale, speed."""
         logged = self._log[index]
         run = {
             "learning_rate": logged.learning_rate,
@@ -384,13 +385,14 @@ class _LogReplay:
     # ------------------------------------------------------------------------- checkpoints
 
     def _add_initial_checkpoint(self) -> None:
+        """Assume a healthy checkpoint from before the judged log."""
         first = self._clock_at_index(0)
         oldest = max(0, first - self._config.ladder.margin)
         self._checkpoints.append(CheckpointRef(id="before-the-log", step=oldest))
         self._next_checkpoint = first + self._every
 
     def _take_checkpoint(self, index: int, step: int) -> None:
-        """Take an ideal checkpoint before this step if one is due; mark older ones as healthy."""
+        """Assume an ideal checkpoint of the log's run if one is due; mark older ones healthy."""
         good_since = self._judge.last_unhealthy_step + 1
         proven = step - self._config.ladder.margin
         while self._candidates and max(self._candidates[0].step, good_since) <= proven:
@@ -405,7 +407,7 @@ class _LogReplay:
     # ------------------------------------------------------------------------ other branches
 
     def _follow_rollback(self, target: int) -> None:
-        """Report the rollback to the judge; states after the target belong to a discarded one."""
+        """Let the judge of the log assume that the rollback was done, as a new attempt."""
         self._attempt += 1
         state = self._judge.detector_state()
         self._judge.rolled_back(detector_state=state, attempt=self._attempt)
@@ -413,7 +415,7 @@ class _LogReplay:
         self._checkpoints = [ref for ref in self._checkpoints if ref.step <= target]
 
     def _resume_earlier(self, index: int) -> None:
-        """Continue as a run that was resumed at an earlier step; a halted one by an operator."""
+        """Judge on as a run that was resumed at an earlier step of its log."""
         step, clock = self._log[index].step, self._clock_at_index(index)
         self._num_starts += 1
         self._states = [saved_state for saved_state in self._states if saved_state[0] <= step]
@@ -428,7 +430,7 @@ class _LogReplay:
         self._next_checkpoint = clock + self._every
 
     def _switch_mode(self, mode: Mode) -> None:
-        """Continue in another mode with the complete state of the judge."""
+        """Judge the rest of the log in another mode, with the complete state of the judge."""
         judge_state = self._judge.state_dict()
         self._judge = Judge(self._config, mode)
         self._judge.load_state_dict(judge_state)
@@ -436,53 +438,30 @@ class _LogReplay:
     # ----------------------------------------------------------------------- records as steps
 
     def _judgement_as_logged(self, judgement: Judgement) -> Judgement:
-        """Return the judgement with the log's steps instead of record numbers."""
-        findings = tuple(self._finding_as_logged(finding) for finding in judgement.findings)
-        decision = judgement.decision
+        """Return the judgement with the steps of the log instead of record numbers."""
+        step_of = self._map_record_to_step
+        findings = tuple(
+            replace(finding, step=step_of(finding.step), onset_step=step_of(finding.onset_step))
+            for finding in judgement.findings
+        )
         readings = tuple(
-            replace(read, onset_step=self._map_record_to_step(read.onset_step))
-            for read in judgement.readings
+            replace(read, onset_step=step_of(read.onset_step)) for read in judgement.readings
         )
-        return judgement._replace(
-            findings=findings,
-            decision=None if decision is None else self._decision_as_logged(decision),
-            readings=readings,
-        )
-
-    def _finding_as_logged(self, finding: Finding) -> Finding:
-        return replace(
-            finding,
-            step=self._map_record_to_step(finding.step),
-            onset_step=self._map_record_to_step(finding.onset_step),
-        )
-
-    def _decision_as_logged(self, decision: Decision) -> Decision:
-        return replace(
-            decision,
-            step=self._map_record_to_step(decision.step),
-            decided_at_step=self._map_record_to_step(decision.step) + self._lag,
-            rollback_to_step=self._map_record_to_step(decision.rollback_to_step),
-        )
+        decision = judgement.decision
+        if decision is not None:
+            decision = replace(
+                decision,
+                step=step_of(decision.step),
+                decided_at_step=step_of(decision.step) + self._lag,
+                rollback_to_step=step_of(decision.rollback_to_step),
+            )
+        return judgement._replace(findings=findings, decision=decision, readings=readings)
 
     def _map_record_to_step(self, clock: int) -> int:
+        """Return the step of the judged log's record with this number."""
         return self._log[clock].step if 0 <= clock < len(self._log) else clock
 
 
 def _abstain_probe(ask: Ask) -> ProbeResult:
-    """Stand in for the probe: a log has no state to evaluate."""
+    """Abstain as the probe of a judged log: a log has no state to evaluate."""
     return NO_READING
-
-
-__all__ = [
-    "CHECKPOINT_EVERY",
-    "LAG",
-    "Cadence",
-    "JudgedStep",
-    "LoggedStep",
-    "describe_query",
-    "export_judged_steps",
-    "find_overflow_records",
-    "is_prevented_by_healthy_probe",
-    "judge_history",
-    "measure_log_cadence",
-]  # fmt: skip

@@ -3,8 +3,6 @@
 Columns are only added and are found by name: a run from before a column was added stays readable.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,7 +40,7 @@ def _step_metric(
     kind: Kind = "gauge",
     name: str = "",
 ) -> MetricSpec:
-    """Return the catalog entry of a column of the ``steps`` stream."""
+    """Define a metric that a rank measures: a column of the ``steps`` rows."""
     labels = ("run",) if scope == "run" else ("run", "rank")
     return MetricSpec(
         name=name or f"train_{column}",
@@ -341,7 +339,7 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
 
 
 def _layer_metric(column: str, unit: str, text: str) -> MetricSpec:
-    """Return the catalog entry of a column of the ``layers`` stream."""
+    """Define a metric of a layer: a column of the ``layers`` rows."""
     return MetricSpec(
         name=f"train_layer_{column}",
         help=text,

@@ -10,7 +10,7 @@ _PACKAGE = "vitals_plugins"
 
 
 def load_plugin(name: str) -> Any:
-    """Return the object of a plugin's entry point: a module, a function or a class.
+    """Return the object of a plugin's entry point, so that the core need not import it.
 
     Raises:
         UsageError: the plugin is not installed.

@@ -17,18 +17,18 @@ _AT_FIRST = re.compile(r"^(?=[-+#>=:])|^(\d+)(?=[.)])")
 
 
 def printable(text: str) -> str:
-    """Return the text as one line without control characters; those become spaces."""
+    """Return the text of any record as one line; control characters become spaces."""
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
 def escape_markdown(text: str) -> str:
-    """Return third-party text escaped for Markdown: no link, no tag, no mention."""
+    """Return third-party text, such as a run's name, escaped for Markdown: no link, no tag."""
     clean = printable(text).strip().replace("&", "&amp;").replace("<", "&lt;").replace("@", "&#64;")
     return _AT_FIRST.sub(r"\1\\", _ACTIVE.sub(r"\\\1", clean))
 
 
 def name_type(value: object) -> str:
-    """Return the name of the value's class with its article: "an int", "an SGD", "a dict"."""
+    """Return the class of a value with its article, for errors: "an int", "an SGD", "a dict"."""
     name = type(value).__name__
     # An abbreviation is read letter by letter: an SGD, an LBFGS.
     starts_with_vowel = name[0] in ("AEFHILMNORSX" if name[:2].isupper() else "AEIOUaeiou")
@@ -42,7 +42,7 @@ class LineFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record's line, and those of its traceback."""
+        """Format a log record as one line without secrets, and its traceback, for any program."""
         text = super().format(record)
         below = self._format_traceback(record)
         line = text.removesuffix(below) if below else text

@@ -28,6 +28,12 @@ class Question(msgspec.Struct, Generic[A], frozen=True, kw_only=True, forbid_unk
     """Whether the response needs the findings of the fleet detectors; then it has a ``run_id``."""
 
 
+class PerRunQuestion(Question[A], frozen=True, kw_only=True):
+    """A query about one run."""
+
+    run_id: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
     """HTTP mapping of a query: fields named in the path go there, the others into query or body."""
@@ -65,7 +71,7 @@ ROUTES: dict[type[Question[Any]], Route] = {}
 def route(
     method: Method, path: str, *, tag: str = "query", scopes: tuple[TokenScope, ...] = ("read",)
 ) -> Callable[[type[Q]], type[Q]]:
-    """Return a decorator that registers a query: ``{field}`` in the path is a field's position."""
+    """Return a decorator that registers a query of the API; ``{field}`` is a field's position."""
 
     def register(kind: type[Q]) -> type[Q]:
         names = [name for _, name, _, _ in Formatter().parse(path) if name]
@@ -87,7 +93,7 @@ def route(
 
 
 def build_http_request(question: Question[Any]) -> Asked:
-    """Return the query as an HTTP request.
+    """Return a query of the API as the data of an HTTP request; nothing is sent here.
 
     A parameter that is empty by default, or a switch with its default, is omitted: a collector of
     an earlier version refuses unknown parameters.
@@ -113,6 +119,3 @@ def build_http_request(question: Question[Any]) -> Asked:
         body=msgspec.json.encode(values) if is_body else None,
         answer=route.answer,
     )
-
-
-__all__ = ["ROUTES", "Asked", "Question", "Route", "TokenScope", "build_http_request", "route"]

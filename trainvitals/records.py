@@ -157,7 +157,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_skip(decision: Decision) -> bool:
-    """Return whether it reports a skipped update; older entries have less evidence."""
+    """Return whether a decision record reports a skipped update; older ones have less evidence."""
     return decision.skipped or (decision.acted and decision.action == "skip_step")
 
 
@@ -178,7 +178,7 @@ _NOT_DONE: dict[ActionName, str] = {
 
 
 def action_text(decision: Decision) -> str:
-    """Return the action that was carried out, or would have been, without its reason."""
+    """Return the action in a decision record, done or only proposed, without its reason."""
     text = (_DONE if decision.acted else _NOT_DONE).get(decision.action, "none")
     if decision.action == "rollback" and decision.rollback_to_step >= 0:
         text = f"{text} to step {decision.rollback_to_step}"
@@ -186,7 +186,7 @@ def action_text(decision: Decision) -> str:
 
 
 def decision_text(decision: Decision) -> str:
-    """Return the action and its reason as one line, without the step."""
+    """Return action and reason of a decision record as one line, without the step."""
     # The target was stated already, and the checkpoint's name is in `vitals show`.
     target = f"; rollback to step {decision.rollback_to_step} ({decision.checkpoint_id})"
     reason = decision.reason.replace(target, "") if decision.acted else decision.reason
@@ -252,7 +252,7 @@ class ProfileArgument(NamedTuple):
 
     @classmethod
     def from_argument(cls, argument: float) -> ProfileArgument:
-        """Return the duration and rank that a profile command's argument encodes."""
+        """Return the duration and rank that the record of a profile command encodes."""
         bits = int(argument)
         return cls(bits & 127, (bits >> 8) - 1, bool(bits & 128))
 
@@ -603,7 +603,7 @@ class EventRow(msgspec.Struct, frozen=True, kw_only=True):
 def encode_event(
     event: Event, *, step: int, attempt: int, time_unix_ns: int, monotonic_ns: int
 ) -> list[list[Value]]:
-    """Return the event's rows (values in the order of EVENT_SCHEMA); a long event takes several.
+    """Return the rows of an event record (values as in EVENT_SCHEMA); a long one takes several.
 
     Likely secrets in its texts are redacted: an exception's message may contain a URL.
     """
@@ -628,7 +628,7 @@ def encode_event(
 
 
 def _redact_event(part: Any) -> Any:
-    """Return the event's own containers with each text redacted; a setting's name is its key."""
+    """Redact each text in an event record; a setting's name is its key."""
     if isinstance(part, str):
         return redact_text(part)
     if isinstance(part, list):
@@ -639,7 +639,7 @@ def _redact_event(part: Any) -> Any:
 
 
 def decode_events(schema: Schema, raw: bytes) -> Iterator[EventRow]:
-    """Yield the events in consecutive rows; an incomplete one is skipped.
+    """Yield the event records in consecutive rows; an incomplete one is skipped.
 
     A batch always ends at the end of an event (see ``wire``), so an incomplete one is a torn tail.
     """
@@ -667,6 +667,7 @@ def decode_events(schema: Schema, raw: bytes) -> Iterator[EventRow]:
 
 
 def _event_row(seq: int, fields: dict[str, Value], payload: bytes) -> EventRow:
+    """Return an event record with the columns of its row; without an event if it is unreadable."""
     try:
         event: Event | None = _EVENT_DECODER.decode(payload)
     except UNREADABLE:
@@ -681,6 +682,6 @@ def _event_row(seq: int, fields: dict[str, Value], payload: bytes) -> EventRow:
 
 
 def _read_int_field(fields: dict[str, Value], name: str) -> int:
-    """The column's value, 0 if a third-party writer omitted it: ingest must not fail."""
+    """Return an integer column of an event's row; 0 if a third-party writer omitted it."""
     value = fields.get(name)
     return value if isinstance(value, int) else 0

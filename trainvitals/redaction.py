@@ -9,8 +9,6 @@ found in texts, too: in command lines, in JSON, in an object's repr.
 It is a safety net, not a proof: a password in a setting called ``x`` stays.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import re
@@ -24,6 +22,7 @@ REDACTED = "***"
 
 
 def _word_set(names: str) -> frozenset[str]:
+    """Return the words by which names of secret settings are recognized."""
     return frozenset(names.split())
 
 
@@ -63,7 +62,7 @@ _MAX_NAME = 256
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a setting of this name holds a secret, whatever its value."""
+    """Return whether a recorded setting of this name holds a secret, whatever its value."""
     name_words = _split_words(name)
     if not _SECRET.isdisjoint(name_words) or any(word.endswith(_ENDINGS) for word in name_words):
         return True
@@ -77,12 +76,13 @@ def is_secret_name(name: str) -> bool:
 
 
 def _split_words(name: str) -> list[str]:
+    """Split the name of a setting into lower-case words, to recognize secrets."""
     lower_words = [word.lower() for word in _WORD.findall(name[-_MAX_NAME:])]
     return lower_words[:-1] if lower_words[-2:] == ["key", "id"] else lower_words
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Return whether this value under this name is a secret.
+    """Return whether a recorded setting with this name and value holds a secret.
 
     None, True, False and the empty text only show whether there is one. Under names that a training
     may use too (``token``, ``key``), only a random-looking text counts.
@@ -145,12 +145,12 @@ _HINT = re.compile(
 
 
 def may_hold_secret(raw: bytes) -> bool:
-    """Return whether this text, or its encoding, needs a full search."""
+    """Return whether the text of a record needs a full search for secrets."""
     return _HINT.search(raw) is not None
 
 
 def redact_text(text: str) -> str:
-    """Return the text with ``***`` instead of what looks like a secret."""
+    """Return the text of a record with ``***`` instead of what looks like a secret."""
     if not may_hold_secret(text.encode("utf-8", "replace")):
         return text
     return _PAIR.sub(
@@ -159,16 +159,17 @@ def redact_text(text: str) -> str:
 
 
 def _item_name(name: str) -> str:
-    """Return the name of one item of a list with this name; "" if such a list is not secret."""
+    """Return the name of one item of a setting that is a list; "" if it is not secret."""
     return name[:-1] if name.lower().endswith(("tokens", "keys")) else ""
 
 
 def _is_secret_part(one_of: str, part: object) -> bool:
-    """Return whether an item of a list of tokens or keys is a secret."""
+    """Return whether an item of a setting that lists tokens or keys is a secret."""
     return isinstance(part, str) and not part.isdecimal() and is_secret(one_of, part)
 
 
 def _redact_list_match(match: re.Match[str]) -> str:
+    """Redact the secrets in a list of tokens or keys in a record's text."""
     one_of = _item_name(match["name"])
 
     def hide(part: re.Match[str]) -> str:
@@ -178,10 +179,12 @@ def _redact_list_match(match: re.Match[str]) -> str:
 
 
 def _redact_token_match(match: re.Match[str]) -> str:
+    """Redact a token in a record's text that its form shows to be secret."""
     return f"Bearer {REDACTED}" if match[0][:6].lower() == "bearer" else REDACTED
 
 
 def _redact_pair_match(match: re.Match[str]) -> str:
+    """Redact the value of a name-value pair in a record's text, if the name is secret."""
     name, between, value = match["name"], match["between"], match["value"]
     quote = value[0] if value[0] in "'\"" else ""
     inner = value[1:-1] if quote else value
@@ -205,7 +208,7 @@ _OPTION = re.compile(r"--?[A-Za-z][\w.-]*\Z")
 
 
 def fields_of(value: object) -> Iterator[tuple[str, object]] | None:
-    """Return the names and values of a mapping, a dataclass or a Namespace; otherwise None.
+    """Return names and values of settings: a mapping, dataclass or Namespace; otherwise None.
 
     If reading a value fails, such as a missing one of OmegaConf, the error's name is used.
     """
@@ -220,7 +223,7 @@ def fields_of(value: object) -> Iterator[tuple[str, object]] | None:
 
 
 def _safe_keys(value: Mapping[object, object]) -> list[object]:
-    """Return the keys of a third-party mapping; none if reading them fails."""
+    """Return the keys of a third-party mapping of settings; none if reading them fails."""
     try:
         return list(value)
     except Exception:  # noqa: BLE001 - a stranger's mapping may raise anything
@@ -228,6 +231,7 @@ def _safe_keys(value: Mapping[object, object]) -> list[object]:
 
 
 def _safe_get(get: Callable[[Any], object], key: object) -> object:
+    """Read one value of third-party settings; the error's name if that fails."""
     try:
         return get(key)
     except Exception as error:  # noqa: BLE001 - as above
@@ -235,7 +239,7 @@ def _safe_get(get: Callable[[Any], object], key: object) -> object:
 
 
 def redact(value: object) -> object:
-    """Return plain containers of the same content, without secrets; other objects as they are.
+    """Return settings or other records as plain containers without secrets.
 
     In a command line, a list of words, the value after ``--NAME`` of a secret is removed. Items
     that are nested too deeply, or beyond 1,000 in all, become ``...``.
@@ -250,7 +254,7 @@ class _ContainerRedactor:
         self._num_left = _MAX_ITEMS
 
     def redact(self, value: object, depth: int, one_of: str = "") -> object:
-        """Return the value without secrets; ``one_of`` is what each text in a list of it is."""
+        """Redact settings in nested containers; ``one_of`` names the items of a secret list."""
         if isinstance(value, str):
             return redact_text(value[:_MAX_TEXT])
         self._num_left -= 1
@@ -279,6 +283,7 @@ class _ContainerRedactor:
         return set(parts) if isinstance(value, Set) else parts
 
     def _redact_list(self, values: list[object], depth: int) -> list[object]:
+        """Redact a list of a record, such as a command line with an option for a secret."""
         parts: list[object] = []
         option = ""
         for value in values:

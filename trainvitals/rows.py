@@ -22,10 +22,24 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from trainvitals.errors import FormatError
+from trainvitals.errors import FormatError, NewerVersionError
 
 FORMAT_VERSION = 1
 """Version of rows, segments and batches; raised only when an old reader would misread."""
+
+
+def refuse_newer_version(version: int, name: object) -> None:
+    """Refuse a file or batch that a later version wrote.
+
+    Raises:
+        NewerVersionError: its format version is above ``FORMAT_VERSION``.
+    """
+    if version > FORMAT_VERSION:
+        raise NewerVersionError(
+            f"{name} has format version {version}; this program reads up to {FORMAT_VERSION}",
+            hint="upgrade this program: pip install -U trainvitals",
+        )
+
 
 STREAMS = ("steps", "layers", "scalars", "events", "gpu", "node", "process")
 """Streams a writer may open. Ranks write the first four, agents the events and the last three."""
@@ -43,7 +57,7 @@ class Column(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def size(self) -> int:
-        """Bytes in a row."""
+        """Return the bytes of the column in a row."""
         return int(self.kind[1:]) if self.kind.startswith("S") else 8
 
     def check(self) -> None:
@@ -64,7 +78,7 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
     columns: tuple[Column, ...]
 
     def check(self) -> Schema:
-        """Return self if it can be laid out.
+        """Check the columns of a stream's rows: return self if a row can be laid out.
 
         Raises:
             FormatError: unknown stream, too many columns, duplicate names or unknown types.
@@ -81,22 +95,22 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def num_validity_words(self) -> int:
-        """64-bit words of validity bits."""
+        """Return how many 64-bit words of validity bits a row has."""
         return (len(self.columns) + 63) // 64
 
     @cached_property
     def row_size(self) -> int:
-        """Bytes of a row."""
+        """Return the bytes of a row."""
         return 16 + 8 * self.num_validity_words + sum(c.size for c in self.columns)
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Column name to position."""
+        """Return the position of each column in a row, by name."""
         return {c.name: i for i, c in enumerate(self.columns)}
 
     @cached_property
     def dtype(self) -> np.dtype[np.void]:
-        """Numpy structured type of a row, for ``np.frombuffer(rows, schema.dtype)``."""
+        """Return numpy's structured type of a row, for ``np.frombuffer(rows, schema.dtype)``."""
         head = [("crc", "<u4"), ("zero", "<u4"), ("seq", "<i8")]
         valid = [("validity", "<u8", (self.num_validity_words,))]
         body = [
@@ -107,13 +121,14 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _struct_format(self) -> str:
+        """Return the format of a row for ``struct``, after its checksum."""
         codes = {"f8": "d", "i8": "q"}
         columns = "".join(codes.get(c.kind) or f"{c.size}s" for c in self.columns)
         return f"Iq{self.num_validity_words}Q{columns}"
 
     @cached_property
     def pack(self) -> Callable[[int, Sequence[Value]], bytes]:
-        """The function (seq, values) -> the row's bytes; ``None`` is a missing value.
+        """Return the function (seq, values) -> bytes of a row; ``None`` is a missing value.
 
         Takes one value per column, in order.
         """
@@ -154,6 +169,7 @@ class _RowPacker:
         self._gaps = self._gaps_of(self._blank)
 
     def pack(self, seq: int, values: Sequence[Value]) -> bytes:
+        """Pack one row, with the last row's gaps if it has the same."""
         missing, gap_words = self._gaps
         filled = list(values)
         for i in missing:
@@ -167,6 +183,7 @@ class _RowPacker:
         return zlib.crc32(body).to_bytes(4, "little") + body
 
     def _pack_new_gaps(self, seq: int, values: Sequence[Value]) -> bytes:
+        """Pack one row whose missing columns differ from the last row's."""
         gaps = self._gaps_of(values)
         filled = [blank if v is None else v for v, blank in zip(values, self._blank, strict=True)]
         body = self._pack(0, seq, *gaps[1], *filled)
@@ -182,7 +199,7 @@ class _RowPacker:
 
 
 def rows_of(schema: Schema, raw: bytes) -> npt.NDArray[np.void]:
-    """Return the rows as a structured array without copying.
+    """Return the rows of a stream as a structured array without copying.
 
     Raises:
         FormatError: the length is not a whole number of rows.
@@ -195,7 +212,7 @@ def rows_of(schema: Schema, raw: bytes) -> npt.NDArray[np.void]:
 def column_of(
     schema: Schema, rows: npt.NDArray[np.void], name: str
 ) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.bool_]]:
-    """Return one column's values and which of them were measured; none if it does not exist."""
+    """Return one column of rows: values, and which were measured; none if it does not exist."""
     i = schema.index.get(name)
     if i is None:
         return np.zeros(len(rows)), np.zeros(len(rows), dtype=bool)

@@ -44,7 +44,7 @@ class Stateful:
         cls._entries = (*cls._entries, *added)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
+        """Return the attributes in ``STATE`` of an object of the core as JSON types."""
         as_numbers = self.FLAGS_ARE_NUMBERS
         return {entry.key: entry.save(self, as_numbers) for entry in self._entries}
 
@@ -68,13 +68,13 @@ class StatefulRow:
             cls._values = attrgetter(*cls.STATE)
 
     def state(self) -> list[Any]:
-        """Return the state as JSON types."""
+        """Return the attributes in ``STATE`` as a list of JSON types, without keys."""
         cls = self.__class__
         # Numbers go past the call: thousands of layers are saved after each batch of rows.
         return [v if v.__class__ in _PLAIN else _to_plain_state(v, True) for v in cls._values(self)]
 
     def restore(self, state: Sequence[Any]) -> None:
-        """Continue as the object that returned ``state``."""
+        """Set the attributes in ``STATE`` from the list that ``state`` returned."""
         for name, value in zip(self.STATE, state, strict=True):
             setattr(self, name, _restore_value(getattr(self, name), value))
 
@@ -93,7 +93,7 @@ class StateKey(NamedTuple):
     """For an integer saved as text: JSON's numbers are exact to 53 bits only."""
 
     def save(self, owner: Stateful, flags_are_numbers: bool) -> Any:
-        """Return the value to save for the key."""
+        """Return the value of one key in the JSON state of an object of the core."""
         if self.is_row:
             return [
                 _to_plain_state(getattr(owner, name), flags_are_numbers) for name in self.attributes
@@ -104,7 +104,7 @@ class StateKey(NamedTuple):
         return f"{value:x}" if self.base == 16 else _to_plain_state(value, flags_are_numbers)
 
     def load(self, owner: Stateful, saved: Any) -> None:
-        """Set the attributes from the saved value."""
+        """Set the attributes of one key from the JSON state of an object of the core."""
         if self.num_keys:
             setattr(
                 owner,
@@ -119,6 +119,7 @@ class StateKey(NamedTuple):
                 setattr(owner, name, _restore_value(getattr(owner, name), value))
 
     def _restore_table_row(self, owner: Stateful, row: Sequence[Any]) -> tuple[Any, Any]:
+        """Return key and value from one row of a mapping in a JSON state."""
         num = self.num_keys
         key = row[0] if num == 1 else tuple(row[:num])
         if self.make is None:
@@ -129,14 +130,14 @@ class StateKey(NamedTuple):
 
 
 def state_row(key: str, *attributes: str) -> StateKey:
-    """Return an entry of several attributes, as one list."""
+    """Return an entry for ``STATE`` that saves several attributes as one list."""
     return StateKey(key, attributes, is_row=True)
 
 
 def state_table(
     attribute: str, make: Callable[[Any], StatefulRow] | None = None, *, num_keys: int = 1
 ) -> StateKey:
-    """Return an entry of a mapping, as rows of key and values.
+    """Return an entry for ``STATE`` that saves a mapping as rows of key and values.
 
     Args:
         attribute: the mapping's.
@@ -147,11 +148,12 @@ def state_table(
 
 
 def state_hexadecimal(attribute: str) -> StateKey:
-    """Return an entry of an integer of any size, as text."""
+    """Return an entry for ``STATE`` that saves an integer of any size as text."""
     return StateKey(attribute.lstrip("_"), (attribute,), base=16)
 
 
 def _table_row(key: Any, value: Any, num_keys: int) -> list[Any]:
+    """Return one item of a mapping in ``STATE`` as a row of its key and values."""
     keys = (key,) if num_keys == 1 else key
     return [*keys, *(value.state() if isinstance(value, StatefulRow) else value)]
 
@@ -179,7 +181,7 @@ def _to_plain_state(value: Any, flags_are_numbers: bool) -> Any:
 
 
 def _restore_value(present: Any, saved: Any) -> Any:
-    """Return the saved value as the current one's type; a part is updated in place."""
+    """Return a value from a JSON state as the current one's type; update a part in place."""
     if isinstance(present, StatefulRow):
         present.restore(saved)
         return present
@@ -203,7 +205,7 @@ def _restore_value(present: Any, saved: Any) -> Any:
 
 
 def _restore_dict(present: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping; in one of parts, those missing in the state stay unchanged."""
+    """Return a mapping from a JSON state; its parts that the state lacks stay unchanged."""
     if not any(isinstance(part, Stateful) for part in present.values()):
         return {key: _copy_saved(value) for key, value in saved.items()}
     for key, part in present.items():
@@ -217,7 +219,7 @@ _PARTS = (bool, deque, Stateful, StatefulRow)
 
 
 def _copy_saved(saved: Any) -> Any:
-    """Return a copy of a value from a saved state; refuse text."""
+    """Copy a value from a JSON state; refuse text: a number is expected."""
     if isinstance(saved, str):
         raise ValueError(
             f"{saved!r} is not a number"

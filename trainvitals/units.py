@@ -1,9 +1,7 @@
 """Base units as text for people. Stored and exposed numbers stay in base units."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 DATE_FORMAT = "%Y-%m-%d %H:%M:%SZ"
 """Format of a time in UTC, for ``strftime``."""
@@ -40,7 +38,7 @@ def humanize(value: float | None, unit: str = "") -> str:
 
 
 def split_unit(column: str) -> tuple[str, str]:
-    """Return a column's name without its unit, as text, and the unit of its values."""
+    """Return a metric's name without its unit, as text, and the unit of its values."""
     name, _, unit = column.rpartition("_")
     if unit not in _SUFFIXES:
         name, unit = column, ""
@@ -48,7 +46,7 @@ def split_unit(column: str) -> tuple[str, str]:
 
 
 def humanize_count(number: int, singular: str, plural: str = "") -> str:
-    """Return ``1 step`` or ``1,024 steps``; the plural is the singular and ``s`` by default."""
+    """Return a count for messages: ``1 step`` or ``1,024 steps``; the plural adds ``s``."""
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
@@ -60,11 +58,8 @@ def name_ranks(ranks: Collection[int], most: int = 8) -> str:
 
 
 def humanize_bytes(value: float) -> str:
-    """Return a number of bytes in binary units: ``1.5 GiB``."""
-    size, index = float(value), 0
-    while abs(size) >= 1024 and index < len(_BINARY) - 1:
-        size, index = size / 1024, index + 1
-    return f"{size:.4g} {_BINARY[index]}"
+    """Return a metric's bytes in binary units: ``1.5 GiB``."""
+    return _format_scaled(value, 1024, _BINARY)
 
 
 def humanize_seconds(value: float) -> str:
@@ -83,8 +78,9 @@ def humanize_seconds(value: float) -> str:
     return f"{sign}{whole // 60} min {whole % 60} s"
 
 
-def _format_scaled(value: float) -> str:
+def _format_scaled(value: float, base: int = 1000, names: Sequence[str] = _DECIMAL) -> str:
+    """Return a metric's value with four digits and a decimal prefix."""
     size, index = float(value), 0
-    while abs(size) >= 1000 and index < len(_DECIMAL) - 1:
-        size, index = size / 1000, index + 1
-    return f"{size:.4g} {_DECIMAL[index]}"
+    while abs(size) >= base and index < len(names) - 1:
+        size, index = size / base, index + 1
+    return f"{size:.4g} {names[index]}"

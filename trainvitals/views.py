@@ -16,7 +16,7 @@ import msgspec
 
 from trainvitals.errors import UsageError
 from trainvitals.goodput import Bucket
-from trainvitals.question import Question, route
+from trainvitals.question import PerRunQuestion, Question, route
 from trainvitals.records import (
     BatchNoted,
     Command,
@@ -151,10 +151,9 @@ class RunDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}")
-class RunQuestion(Question[RunDetail], frozen=True, kw_only=True):
+class RunQuestion(PerRunQuestion[RunDetail], frozen=True, kw_only=True):
     """Everything about one run that is not a curve."""
 
-    run_id: str
     volume: bool = True
     """Whether to compute its size in the store, which doubles the work."""
 
@@ -190,10 +189,9 @@ class SeriesReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/series")
-class SeriesQuestion(Question[SeriesReply], frozen=True, kw_only=True):
+class SeriesQuestion(PerRunQuestion[SeriesReply], frozen=True, kw_only=True):
     """One curve, downsampled so that no extreme and no non-finite value is lost."""
 
-    run_id: str
     metric: str
     """``stream.column``, ``scalars.NAME``, ``layers.NAME`` or ``layers.NAME:COLUMN``."""
     source: str = ""
@@ -231,10 +229,9 @@ class SeriesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 @route("POST", "/v1/runs/{run_id}/series")
-class ManySeriesQuestion(Question[tuple[SeriesReply, ...]], frozen=True, kw_only=True):
+class ManySeriesQuestion(PerRunQuestion[tuple[SeriesReply, ...]], frozen=True, kw_only=True):
     """Several curves of one moment, in the order they are asked for."""
 
-    run_id: str
     series: tuple[SeriesRequest, ...]
 
 
@@ -255,10 +252,9 @@ class CurveReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/curve")
-class CurveQuestion(Question[CurveReply], frozen=True, kw_only=True):
+class CurveQuestion(PerRunQuestion[CurveReply], frozen=True, kw_only=True):
     """Every point of one curve, for programs."""
 
-    run_id: str
     metric: str
     """``stream.column``, ``scalars.NAME``, ``layers.NAME`` or ``layers.NAME:COLUMN``."""
     source: str = ""
@@ -286,10 +282,9 @@ class DifferenceReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/difference")
-class DifferenceQuestion(Question[DifferenceReply], frozen=True, kw_only=True):
+class DifferenceQuestion(PerRunQuestion[DifferenceReply], frozen=True, kw_only=True):
     """What another run's curve has more than this one's."""
 
-    run_id: str
     other: str
     metric: str
     along: Along = "step"
@@ -315,12 +310,10 @@ class FindingView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/findings")
-class FindingsQuestion(Question[tuple[FindingView, ...]], frozen=True, kw_only=True):
+class FindingsQuestion(PerRunQuestion[tuple[FindingView, ...]], frozen=True, kw_only=True):
     """What the run's detectors said, by step."""
 
     has_findings: ClassVar[bool] = True
-
-    run_id: str
 
 
 class DecisionView(msgspec.Struct, frozen=True, kw_only=True):
@@ -334,10 +327,8 @@ class DecisionView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/decisions")
-class DecisionsQuestion(Question[tuple[DecisionView, ...]], frozen=True, kw_only=True):
+class DecisionsQuestion(PerRunQuestion[tuple[DecisionView, ...]], frozen=True, kw_only=True):
     """The decision log of a run, in its order."""
-
-    run_id: str
 
 
 class StepData(msgspec.Struct, frozen=True, kw_only=True):
@@ -369,12 +360,11 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/steps/{step}")
-class StepQuestion(Question[StepView], frozen=True, kw_only=True):
+class StepQuestion(PerRunQuestion[StepView], frozen=True, kw_only=True):
     """What is known of one step, on every attempt that trained it."""
 
     has_findings: ClassVar[bool] = True
 
-    run_id: str
     step: Int64
 
 
@@ -392,10 +382,8 @@ class CheckpointView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/checkpoints")
-class CheckpointsQuestion(Question[tuple[CheckpointView, ...]], frozen=True, kw_only=True):
+class CheckpointsQuestion(PerRunQuestion[tuple[CheckpointView, ...]], frozen=True, kw_only=True):
     """The latest state of each checkpoint and snapshot, by step."""
-
-    run_id: str
 
 
 _PROFILED = " [profile_written]"
@@ -413,16 +401,15 @@ class EventView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def profile(self) -> str:
-        """Path of a ``torch.profiler`` trace, if the event names one; otherwise ""."""
+        """Return the path of a ``torch.profiler`` trace that the view's event names, or ""."""
         is_one = self.kind == "Note" and self.text.endswith(_PROFILED)
         return self.text.removesuffix(_PROFILED) if is_one else ""
 
 
 @route("GET", "/v1/runs/{run_id}/events")
-class EventsQuestion(Question[tuple[EventView, ...]], frozen=True, kw_only=True):
+class EventsQuestion(PerRunQuestion[tuple[EventView, ...]], frozen=True, kw_only=True):
     """Other events, all or of one kind, as lines for people, by time."""
 
-    run_id: str
     kind: str = ""
 
 
@@ -444,7 +431,7 @@ class StacksView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def calls(self) -> tuple[str, ...]:
-        """Calls of the rank's main thread, the innermost first; empty if unknown.
+        """Return the calls of the rank's main thread in the API's view, the innermost first.
 
         The last thread is the main one; the others wait for work.
         """
@@ -453,10 +440,8 @@ class StacksView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/stacks")
-class StacksQuestion(Question[tuple[StacksView, ...]], frozen=True, kw_only=True):
+class StacksQuestion(PerRunQuestion[tuple[StacksView, ...]], frozen=True, kw_only=True):
     """Latest stacks of ranks, taken during a wait or on request, by time."""
-
-    run_id: str
 
 
 class AlertView(msgspec.Struct, frozen=True, kw_only=True):
@@ -479,7 +464,7 @@ class AlertView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        """Displayed name of an alert; for a custom alert, the user's name."""
+        """Return the displayed name of the alert in the API's view; a custom one has its own."""
         return self.labels.get("cause", self.name) if self.name == "UserAlert" else self.name
 
 
@@ -516,7 +501,7 @@ class CommandArgument(NamedTuple):
     is_optional: bool = False
 
     def check(self, action: str, argument: float | None) -> None:
-        """Raise UsageError for an argument that the action cannot take."""
+        """Check the argument in a request to the API: raise UsageError if it does not fit."""
         if argument is None and self.is_optional:
             return
         if argument is None:
@@ -567,7 +552,7 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Rank for a profile; -1: the slowest rank and a typical one."""
 
     def check(self) -> None:
-        """Raise UsageError for a command that no run could carry out.
+        """Check a request to the API: raise UsageError for a command that no run can carry out.
 
         Raises:
             UsageError: it names the field, the value and what is expected.
@@ -600,7 +585,7 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise UsageError(f"argument is {self.argument:g}; {self.action} takes none")
 
     def command(self, run_id: str, *, issued_by: str, now_unix_ns: int, after: int = 0) -> Command:
-        """Return it as a command that nobody has signed yet.
+        """Return the API's request as a command record that is not signed yet.
 
         Args:
             run_id: the run.
@@ -633,13 +618,14 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
 
     def _numeric_argument(self) -> float:
+        """Return the request's argument as the number in a command record."""
         if self.action == "profile" and self.argument:
             return ProfileArgument(int(self.argument), self.rank).argument
         return float(self.argument or 0.0)
 
     @classmethod
     def from_command(cls, command: Command) -> CommandRequest:
-        """Return a request with the fields of a command, to check their bounds."""
+        """Return a request to the API with the fields of a command, to check their bounds."""
         takes_argument = command.argument or command.action == "accept"
         argument, rank = command.argument if takes_argument else None, -1
         if command.action == "profile" and argument is not None:
@@ -656,7 +642,7 @@ class CommandRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def text(self) -> str:
-        """The command in a few words, such as ``lr x0.5``."""
+        """Return the command in a request to the API in a few words, such as ``lr x0.5``."""
         if self.action == "lr_factor":
             return f"lr x{self.argument:g}"
         text = f"{self.action} {self.argument:.12g}" if self.argument else self.action
@@ -679,10 +665,9 @@ class CommandView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/commands", tag="commands", scopes=("read", "ingest"))
-class CommandsQuestion(Question[tuple[CommandView, ...]], frozen=True, kw_only=True):
+class CommandsQuestion(PerRunQuestion[tuple[CommandView, ...]], frozen=True, kw_only=True):
     """The run's commands, newest first; ``pending`` is what an agent has to deliver."""
 
-    run_id: str
     status: Literal["", CommandStatus] = ""
 
 
@@ -709,10 +694,9 @@ class CellsReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/cells", tag="look back")
-class CellsQuestion(Question[CellsReply], frozen=True, kw_only=True):
+class CellsQuestion(PerRunQuestion[CellsReply], frozen=True, kw_only=True):
     """A heat map of one metric: ranks, GPUs, nodes or layers by steps."""
 
-    run_id: str
     metric: str
     """``steps.COLUMN``, ``gpu.COLUMN``, ``node.COLUMN`` or ``layers.COLUMN``."""
     points: Annotated[int, msgspec.Meta(ge=1, le=MAX_MAP_COLUMNS)] = 200
@@ -741,10 +725,9 @@ class MoverView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/movers", tag="look back")
-class MoversQuestion(Question[tuple[MoverView, ...]], frozen=True, kw_only=True):
+class MoversQuestion(PerRunQuestion[tuple[MoverView, ...]], frozen=True, kw_only=True):
     """The layers and ranks that moved most up to a step, the first of them first."""
 
-    run_id: str
     step: Int64
 
 
@@ -789,7 +772,7 @@ class GoodputView(msgspec.Struct, frozen=True, kw_only=True):
     """What is unknown, one sentence each."""
 
     def cost(self) -> list[tuple[str, str]]:
-        """Return cost and failures as display text."""
+        """Return cost and failures in the API's view of goodput as display text."""
         facts = [("steps", f"{self.steps:,}, {self.lost_steps:,} of them lost")]
         if self.run_id:  # a log of another tool has no failures
             facts.append(("failures", f"{self.num_failures:,}"))
@@ -808,10 +791,8 @@ class GoodputView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/goodput", tag="look back")
-class GoodputQuestion(Question[GoodputView], frozen=True, kw_only=True):
+class GoodputQuestion(PerRunQuestion[GoodputView], frozen=True, kw_only=True):
     """Where a run's time went: productive, waiting, lost, down; with GPU-hours and price."""
-
-    run_id: str
 
 
 class ForecastView(msgspec.Struct, frozen=True, kw_only=True):
@@ -855,7 +836,7 @@ class ForecastView(msgspec.Struct, frozen=True, kw_only=True):
     no_comparison: str = ""
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return the forecast as display text."""
+        """Return the forecast that the API returned as display text."""
         return [
             (what, text)
             for what, text in (
@@ -867,7 +848,7 @@ class ForecastView(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def end_text(self) -> str:
-        """Return when the run ends, or why that is not known."""
+        """Return when the run ends by the API's forecast, or why that is unknown."""
         if not self.finish_unix_ns:
             is_over = 0 < self.total_steps <= self.last_step + 1
             return self.no_finish if is_over else f"not known: {self.no_finish}"
@@ -889,13 +870,13 @@ class ForecastView(msgspec.Struct, frozen=True, kw_only=True):
         return f"{text}; it is stalled now" if self.is_waiting else text
 
     def loss_text(self) -> str:
-        """Return the final loss with its interval, or why it is not known."""
+        """Return the final loss in the API's forecast with its interval, or why it is unknown."""
         if self.final_loss is None:
             return f"not known: {self.no_final_loss}"
         return f"{self.final_loss:.4g} ({self.final_loss_low:.4g} to {self.final_loss_high:.4g})"
 
     def comparison_text(self) -> str:
-        """Return the distance to the other run, or why it is unknown; "" without one."""
+        """Return the forecast's distance to the other run, or why it is unknown; "" without one."""
         if not self.against:
             return ""
         if self.behind is None:
@@ -912,10 +893,9 @@ class ForecastView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/forecast", tag="look back")
-class ForecastQuestion(Question[ForecastView], frozen=True, kw_only=True):
+class ForecastQuestion(PerRunQuestion[ForecastView], frozen=True, kw_only=True):
     """Forecast of the end, the final loss, and the distance to another run."""
 
-    run_id: str
     total_steps: int = 0
     """That are planned; 0: what the run itself says."""
     other: str = ""
@@ -933,10 +913,8 @@ class AnnotationView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/annotations", tag="look back")
-class AnnotationsQuestion(Question[tuple[AnnotationView, ...]], frozen=True, kw_only=True):
+class AnnotationsQuestion(PerRunQuestion[tuple[AnnotationView, ...]], frozen=True, kw_only=True):
     """What people wrote and the training announced, by step."""
-
-    run_id: str
 
 
 class AnnotationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -1023,12 +1001,10 @@ class RunVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/verdict", tag="look back")
-class VerdictQuestion(Question[RunVerdict], frozen=True, kw_only=True):
+class VerdictQuestion(PerRunQuestion[RunVerdict], frozen=True, kw_only=True):
     """State, cause, action, cost, precedent and the next command of a run."""
 
     has_findings: ClassVar[bool] = True
-
-    run_id: str
 
 
 class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
@@ -1059,12 +1035,10 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @route("GET", "/v1/runs/{run_id}/incidents", tag="look back")
-class IncidentsQuestion(Question[tuple[IncidentView, ...]], frozen=True, kw_only=True):
+class IncidentsQuestion(PerRunQuestion[tuple[IncidentView, ...]], frozen=True, kw_only=True):
     """Incidents with their story, latest first."""
 
     has_findings: ClassVar[bool] = True
-
-    run_id: str
 
 
 class TableReply(msgspec.Struct, frozen=True, kw_only=True):

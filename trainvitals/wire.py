@@ -10,23 +10,15 @@ event. A reader ignores unknown header fields and columns; a later format versio
 error. Batches that are sent together are concatenated.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from functools import lru_cache
 
 import msgspec
 
-from trainvitals.errors import (
-    UNREADABLE,
-    DamagedBatchError,
-    FormatError,
-    NewerVersionError,
-    UsageError,
-)
+from trainvitals.errors import UNREADABLE, DamagedBatchError, FormatError, UsageError
 from trainvitals.identity import Identity
-from trainvitals.rows import FORMAT_VERSION, Schema
+from trainvitals.rows import FORMAT_VERSION, Schema, refuse_newer_version
 
 MAGIC = b"TVB2"
 PREFIX = struct.Struct("<4sIIIIqqq")
@@ -66,12 +58,12 @@ class BatchHeader(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def stream(self) -> str:
-        """The stream's name."""
+        """Return the name of the stream whose rows the batch holds."""
         return self.stream_schema.stream
 
     @property
     def last_seq(self) -> int:
-        """Sequence number of the last row."""
+        """Return the sequence number of the last row in the batch."""
         return self.first_seq + self.num_rows - 1
 
 
@@ -127,13 +119,13 @@ def encode_batch(header: BatchHeader, rows: bytes) -> bytes:
 
 @lru_cache(maxsize=256)
 def _encode_writer(version: int, identity: Identity, schema: Schema) -> bytes:
-    """Return the header's bytes; encoded and checked once for all batches of a writer's stream."""
+    """Return the header's bytes in the batch format, once for all batches of a writer's stream."""
     _check_writer(identity, schema)
     return _ENCODER.encode({"version": version, "identity": identity, "stream_schema": schema})
 
 
 def frame_batch(header: BatchHeader, head: bytes, rows: bytes) -> bytes:
-    """Return header bytes and rows as a batch with a valid checksum; checks nothing else."""
+    """Frame header bytes and rows in the batch format, with a checksum; check nothing else."""
     prefix = PREFIX.pack(
         MAGIC,
         0,
@@ -149,7 +141,7 @@ def frame_batch(header: BatchHeader, head: bytes, rows: bytes) -> bytes:
 
 
 def batch_size(raw: bytes, start: int = 0) -> int:
-    """Return the whole length of the batch at ``start``, from its first ``PREFIX.size`` bytes.
+    """Return the length of the encoded batch at ``start``, from its first ``PREFIX.size`` bytes.
 
     Raises:
         FormatError: these are not the first bytes of a batch, or it claims to be too large.
@@ -159,6 +151,7 @@ def batch_size(raw: bytes, start: int = 0) -> int:
 
 
 def _prefix_at(raw: bytes, start: int) -> tuple[bytes, int, int, int, int, int, int, int]:
+    """Return the fields with which each encoded batch starts."""
     if len(raw) - start < PREFIX.size:
         text = f"a batch begins with {PREFIX.size} bytes; there are {len(raw) - start}"
         raise FormatError(text)
@@ -166,6 +159,7 @@ def _prefix_at(raw: bytes, start: int) -> tuple[bytes, int, int, int, int, int, 
 
 
 def _check_batch_size(magic: bytes, head: int, body: int) -> int:
+    """Return the length that the prefix of an encoded batch claims; refuse one too large."""
     if magic != MAGIC:
         raise FormatError(f"a batch begins with {MAGIC!r}; these bytes begin with {magic!r}")
     if head > MAX_HEADER_BYTES or body > MAX_BODY_BYTES:
@@ -174,18 +168,18 @@ def _check_batch_size(magic: bytes, head: int, body: int) -> int:
 
 
 def is_intact_batch(raw: bytes) -> bool:
-    """Return whether these bytes, begun by a prefix, are one batch with a right checksum."""
+    """Return whether bytes are exactly one batch in the format of rows, with a right checksum."""
     crc = int.from_bytes(raw[4:CRC_FROM], "little")
     return len(raw) == batch_size(raw) and crc == zlib.crc32(memoryview(raw)[CRC_FROM:])
 
 
 def is_of_events(raw: bytes) -> bool:
-    """Return whether it seems to be a batch of events, to select its queue; not verified."""
+    """Return whether encoded rows seem to be event records, by their bytes; not verified."""
     return _EVENTS in raw[:_HEAD_BYTES]
 
 
 def split_batches(raw: bytes) -> list[bytes]:
-    """Return the concatenated batches; their checksums are not verified.
+    """Split encoded rows into the batches of their format; checksums are not verified.
 
     Raises:
         FormatError: there is none, there are more than MAX_BATCHES, or one is truncated.
@@ -204,7 +198,7 @@ def split_batches(raw: bytes) -> list[bytes]:
 
 
 def decode_batch(raw: bytes) -> Batch:
-    """Return the batch, verified.
+    """Decode a batch of rows from its format, and verify it.
 
     Raises:
         DamagedBatchError: torn or damaged.
@@ -239,7 +233,7 @@ def decode_batch(raw: bytes) -> Batch:
 
 @lru_cache(maxsize=16_384)
 def _decode_writer(head: bytes) -> tuple[int, Identity, Schema]:
-    """Return format version, writer and schema from a batch's header."""
+    """Return format version, writer and schema of rows from the header of an encoded batch."""
     _refuse_newer(head)
     try:
         writer = _DECODER.decode(head)
@@ -255,7 +249,7 @@ def _decode_writer(head: bytes) -> tuple[int, Identity, Schema]:
 
 @lru_cache(maxsize=256)
 def _decode_schema(raw: bytes) -> Schema:
-    """Return the schema: one object for all writers with these columns, and one row type."""
+    """Return the schema of encoded rows: one object for all writers with these columns."""
     return msgspec.msgpack.decode(raw, type=Schema)
 
 
@@ -264,19 +258,16 @@ class _Version(msgspec.Struct):
 
 
 def _refuse_newer(head: bytes) -> None:
-    """Raise NewerVersionError for a batch of a later format version."""
+    """Refuse an encoded batch of a later format version: raise NewerVersionError."""
     try:
         version = msgspec.msgpack.decode(head, type=_Version).version
     except UNREADABLE as error:
         raise FormatError(f"the batch's header cannot be read: {error}") from error
-    if version > FORMAT_VERSION:
-        raise NewerVersionError(
-            f"batch has format version {version}; this program reads up to {FORMAT_VERSION}",
-            hint="upgrade this program: pip install -U trainvitals",
-        )
+    refuse_newer_version(version, "batch")
 
 
 def _check_writer(identity: Identity, schema: Schema) -> None:
+    """Check the identity and the schema of the rows in an encoded batch."""
     try:
         identity.check()
     except UsageError as error:
@@ -285,6 +276,7 @@ def _check_writer(identity: Identity, schema: Schema) -> None:
 
 
 def _check_batch_numbers(header: BatchHeader, num_bytes: int) -> None:
+    """Check that the numbers in an encoded batch's header match its rows."""
     if num_bytes > MAX_BODY_BYTES:
         raise FormatError(f"{num_bytes} bytes of rows; a batch holds at most {MAX_BODY_BYTES}")
     if header.num_rows < 1 or header.first_seq < 0 or header.dropped < 0:

@@ -42,13 +42,7 @@ from vitals_agent.gpu import GpuSampler
 from vitals_agent.hang import ExitWatch, HangWatch
 from vitals_agent.host import HostSampler
 from vitals_agent.io_loop import EventsAhead, IoLoop, SendAhead
-from vitals_agent.memory_spool import (
-    ROOM_BYTES,
-    bytes_in,
-    has_room,
-    move_to_disk,
-    open_in_memory,
-)
+from vitals_agent.memory_spool import ROOM_BYTES, bytes_in, has_room, move_to_disk, open_in_memory
 from vitals_agent.mirrors import MirrorStarter
 from vitals_agent.process import RankProcess
 from vitals_agent.run import NodeFacts, ServedRun, boot_id
@@ -234,7 +228,7 @@ class Agent:
     # ------------------------------------------------------------------------- lifecycle
 
     def start(self) -> None:
-        """Lock the directory and start listening.
+        """Lock the agent's directory on this node, and start serving ``/metrics``.
 
         Raises:
             UsageError: another agent serves the directory, or the address cannot be used.
@@ -252,6 +246,7 @@ class Agent:
         log.info("serving dir=%s node=%s", self.config.vitals_dir, self.config.node)
 
     def _publish_agent_info(self, url: str) -> None:
+        """Write the agent's pid, URL and token path to its state directory."""
         self._facts = replace(self._facts, metrics_url=url)
         self._info = AgentInfo(
             pid=os.getpid(),
@@ -263,11 +258,11 @@ class Agent:
 
     @property
     def info(self) -> AgentInfo | None:
-        """URL and token of the agent; None before ``start``."""
+        """Return URL and token file of this node's agent; None before ``start``."""
         return self._info
 
     def stop(self) -> None:
-        """Release everything. Call ``run_once`` before, so that no new rows stay unsent."""
+        """Release the agent's spools, samplers and lock. Call ``run_once`` before this."""
         for run_id, run in list(self.runs.items()):
             if run.in_memory and run.spool.pending(1):
                 log.warning(
@@ -290,14 +285,14 @@ class Agent:
     # ----------------------------------------------------------------------------- cycle
 
     def cycle(self, now: float) -> None:
-        """Run every part once, one after the other; ``now`` is monotonic seconds."""
+        """Run every part of the agent once, in turn; ``now`` is monotonic seconds."""
         self.io_loop.find_collector(now)
         self.run_once(now)
         self.io_loop.serve_runs(now)
         self._retire_idle_runs(now)
 
     def run_once(self, now: float) -> None:
-        """Run the local parts once; they wait for no network and no driver."""
+        """Sample the node, check for hangs and spool the journals once; wait for no network."""
         with self.faults.contained("spool"):
             self._check_disks(now)
         with self.faults.contained("discover"):
@@ -378,6 +373,7 @@ class Agent:
     # ------------------------------------------------------------------------- which runs
 
     def _follow_discovered_journals(self) -> None:
+        """Start spooling each rank's journal that the agent found in shared memory."""
         for ref in self._find_journals():
             with self.faults.contained("discover"):
                 assert ref.run_dir is not None
@@ -394,7 +390,7 @@ class Agent:
         return filter(self._is_in_vitals_dir, chain.from_iterable(of_runs))
 
     def _is_in_vitals_dir(self, ref: JournalRef) -> bool:
-        """Return whether a journal's run directory is in the directory that is served."""
+        """Return whether a journal's run directory is in the directory that the agent serves."""
         if ref.run_dir is None or ref.run_dir.name != ref.run_id:
             return False
         if ref.run_dir not in self._ours:
@@ -480,12 +476,13 @@ class Agent:
         run.report(Note(code="spool_in_memory", text=text, severity="warning"))
 
     def _report_stopped_stream(self, key: Key, text: str) -> None:
+        """Report a stream of a run that the agent stopped sending to the collector."""
         run = self.runs.get(key[0])
         if run is not None:
             run.report_stopped_stream(key, text)
 
     def _check_disks(self, now: float) -> None:
-        """Continue in memory if a disk has become full, and on disk once it has space again.
+        """Spool to memory if the node's disk is full, and to disk once it has space again.
 
         The rows on a full disk are shipped first: a run has one spool at a time.
         """
@@ -544,7 +541,11 @@ class Agent:
             with self.faults.contained("discover"):
                 is_new = run_dir.is_ours and run_dir.run_id not in self.runs
                 if is_new and self._has_spool(run_dir):
-                    run = self._serve_run(run_dir.path, keep=self._may_be_history(run_dir))
+                    # A spool that is not for our collector may be the only history of its run.
+                    keep = self._keeps_history or not self._is_for_our_collector(
+                        self._state_dir_of(run_dir)
+                    )
+                    run = self._serve_run(run_dir.path, keep=keep)
                     if run is not None and not (
                         run.spool.pending(1) or run.spool.may_be_asked_for()
                     ):
@@ -556,19 +557,15 @@ class Agent:
                     if is_new and self._is_orphaned(run_dir):
                         self._serve_run(run_dir.path, keep=self._keeps_history)
 
-    def _may_be_history(self, run_dir: RunDir) -> bool:
-        """Return whether an ended run's spool may be its only history."""
-        return self._keeps_history or not self._is_for_our_collector(self._state_dir_of(run_dir))
-
     def _is_for_our_collector(self, state_dir: AgentStateDir) -> bool:
-        """Return whether a spool's rows are for this agent's collector."""
         return bool(self.config.collector) and state_dir.destination() == self.config.collector
 
     def _state_dir_of(self, run_dir: RunDir) -> AgentStateDir:
+        """Return the agent's state directory for this node in a run directory."""
         return AgentStateDir(run_dir.agent_path(self.config.node), self.config.base)
 
     def _is_orphaned(self, run_dir: RunDir) -> bool:
-        """Whether a run of this agent ended here, and the collector may lack some of its rows.
+        """Return whether a run of this agent ended here, and the collector may lack its rows.
 
         A run with a living rank has an agent, or its rank will soon start one: that agent serves
         it, even while its lock is free.
@@ -587,6 +584,7 @@ class Agent:
 
     @property
     def _is_collector_down(self) -> bool:
+        """Return whether the agent knows no collector, or failed in its latest requests to it."""
         return self.io_loop.can_ship is False or self._ships.num_failures > 0
 
     def _is_collector_back(self) -> bool:
@@ -651,7 +649,7 @@ class Agent:
     # --------------------------------------------------------------- read by HTTP threads
 
     def health(self) -> Health:
-        """Return whether the cycle ran recently."""
+        """Return the agent's health for ``/healthz``: whether its cycle ran recently."""
         if not self._cycled_at_ns:
             return Health(ok=True, details={"seconds_since_cycle": None})
         age = self._cycle_age_seconds
@@ -663,10 +661,11 @@ class Agent:
 
     @property
     def _cycle_age_seconds(self) -> float:
+        """Return the seconds since the agent's latest cycle."""
         return (self._clock.monotonic_ns() - self._turned_at_ns) / 1e9
 
     def readings(self) -> Iterable[MetricSample]:
-        """Yield everything ``/metrics`` shows."""
+        """Yield the samples for the agent's ``/metrics``: its runs, the node and the GPUs."""
         runs = list(self.runs.values())
         yield from agent_readings(
             runs, counted=self._counted, relay=self.relay, shipper=self.shipper, faults=self.faults

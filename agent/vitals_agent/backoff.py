@@ -28,7 +28,7 @@ class Backoff:
         return self.num_failures == 0 or now >= self._not_before
 
     def record_failure(self, now: float, *, retry_after: float = 0.0) -> None:
-        """Postpone the next attempt, after the time that the other side requested.
+        """Postpone the agent's next request, after the time that the collector requested.
 
         It requests the same of everyone, so the requested time is spread as well.
         """
@@ -37,7 +37,7 @@ class Backoff:
         self._not_before = now + retry_after + self._rng.uniform(0.0, max(ceiling, retry_after))
 
     def record_success(self) -> None:
-        """Allow the next attempt at once."""
+        """Allow the agent's next request to the collector immediately."""
         self.num_failures = 0
 
 
@@ -55,11 +55,7 @@ class BacklogRateLimit:
     """
 
     def __init__(
-        self,
-        *,
-        slowest: float = 1 << 18,
-        fastest: float = 1 << 25,
-        slow_seconds: float = 1.0,
+        self, *, slowest: float = 1 << 18, fastest: float = 1 << 25, slow_seconds: float = 1.0
     ) -> None:
         self.bytes_per_second = min(fastest, 16 * slowest)
         self._slowest = slowest
@@ -72,7 +68,7 @@ class BacklogRateLimit:
         return now >= self._free_at
 
     def sent(self, num_bytes: int, seconds: float, now: float) -> None:
-        """Adapt the rate limit to a shipped request's size and response time."""
+        """Adapt the rate of sending a spool's backlog to a request's size and response time."""
         if seconds > self._slow_seconds:
             self.failed()
         else:
@@ -81,5 +77,5 @@ class BacklogRateLimit:
         self._free_at = max(self._free_at, now - 1.0) + num_bytes / self.bytes_per_second
 
     def failed(self) -> None:
-        """Record a request that was refused or got no response."""
+        """Halve the agent's sending rate after a request that was refused or got no response."""
         self.bytes_per_second = max(self._slowest, self.bytes_per_second / 2)

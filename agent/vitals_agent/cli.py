@@ -175,7 +175,7 @@ def agent(
 
 
 def _linger(config: "AgentConfig", endpoint: "CollectorEndpoint", hours: float) -> None:
-    """Wait until the collector responds, and send the rest of the run's rows."""
+    """Keep the agent alive for some hours, to send an ended run's spooled rows."""
     from trainvitals.io.rundir import RunDir
     from vitals_agent.agent import Agent
     from vitals_agent.daemon import LoopConfig, deliver_when_reachable, log, run
@@ -210,7 +210,7 @@ def _mirror_source_options(collector: str, token_file: Path | None) -> tuple[str
 
 
 def _canonical_collector(collector: str) -> str:
-    """Return the collector's name in files; equal for all ways to specify the same one."""
+    """Return the collector's name in the agent's files; equal for all ways to specify it."""
     from trainvitals.io.setting_paths import collector_folder, default_data_dir
 
     folder = collector_folder(collector) if collector else default_data_dir(os.environ)
@@ -220,7 +220,7 @@ def _canonical_collector(collector: str) -> str:
 def _endpoint(
     collector: str, token_file: Path | None, run_id: str, *, child: bool
 ) -> "tuple[CollectorEndpoint | None, str, str]":
-    """Return the collector's endpoint, the token for scraping, and a notice for the runs."""
+    """Return the agent's link to its collector, the scrape token, and a notice for its runs."""
     from vitals_agent.collector_endpoint import CollectorEndpoint, make_collector_finder
 
     try:
@@ -235,6 +235,7 @@ def _endpoint(
 
 
 def _parse_host_port(listen: str) -> tuple[str, int]:
+    """Split the ``--listen`` option of ``vitals agent`` into host and port."""
     host, colon, port = listen.rpartition(":")
     if not colon or not host or not port.isdigit() or int(port) > 65_535:
         raise ConfigError(
@@ -244,7 +245,7 @@ def _parse_host_port(listen: str) -> tuple[str, int]:
 
 
 def _node_id(node: str, *, child: bool) -> str:
-    """Return the node id that the ranks here use: with another one, no journal would be found."""
+    """Return the node id of the agent and of the ranks here; with another, it finds no journal."""
     safe = safe_node_id(node or socket.gethostname())
     if node and node != safe and not child:
         raise ConfigError(

@@ -51,6 +51,7 @@ class AgentClient(CollectorClient):
         self._connection = self._new_connection(timeout)
 
     def _new_connection(self, timeout: float) -> http.client.HTTPConnection:
+        """Create the agent's connection to the collector: Unix socket, TLS or plain HTTP."""
         if self._address.socket is not None:
             return _UnixConnection(self._address.socket, timeout)
         parts = urlsplit(self._address.base)
@@ -61,12 +62,12 @@ class AgentClient(CollectorClient):
         return http.client.HTTPConnection(host, port, timeout=timeout)
 
     def close(self) -> None:
-        """Close the connection, also under a request that does not end."""
+        """Close the agent's connection to the collector, even during a request that hangs."""
         self._connection.close()
         super().close()
 
     def _send(self, method: str, path: str, **how: Any) -> bytes:
-        """Send one request to the collector; return the response's body."""
+        """Send one of the agent's requests on its kept connection; return the response's body."""
         query = f"?{urlencode(how['params'])}" if how.get("params") else ""
         headers = {**self._headers, **how.get("headers", {})}
         try:
@@ -91,7 +92,7 @@ class AgentClient(CollectorClient):
     def _exchange(
         self, method: str, target: str, content: bytes, headers: dict[str, str]
     ) -> tuple[http.client.HTTPResponse, bytes]:
-        """Send a request, and retry if the kept connection is closed: each may arrive twice.
+        """Send a request of the agent, and retry if the kept connection was closed.
 
         A batch that is stored twice counts once; the same applies to a delivery.
         """
@@ -111,7 +112,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
-        """Connect only to a server of this user, or of root."""
+        """Connect the agent only to a local collector of this user, or of root."""
         self.sock = connect_unix(self._path, self.timeout)
 
 
@@ -122,7 +123,7 @@ def _send_request(
     content: bytes,
     headers: dict[str, str],
 ) -> tuple[http.client.HTTPResponse, bytes]:
-    """Send a request on a connection to the collector; close it after an error."""
+    """Send a request on the agent's connection to the collector; close it after an error."""
     try:
         connection.request(method, target, content or None, headers)
         response = connection.getresponse()
@@ -168,16 +169,16 @@ class CollectorEndpoint:
         self._is_doubtful = True
 
     def reachable(self, now: float) -> bool:
-        """Return whether a collector is known, after a search if that is uncertain."""
+        """Return whether the agent knows a collector, after a search if that is uncertain."""
         with self._lock:
             is_due = self._looked_at is None or now - self._looked_at >= LOOK_SECONDS
             if self._is_doubtful and is_due:
                 self._looked_at = now
-                self._reconnect()
+                self._connect_to(self._find())
             return self._client is not None
 
     def answers(self, now: float) -> bool:
-        """Return whether a collector responds now; if one does not, the next is tried later."""
+        """Return whether a collector responds to the agent now; if not, try the next one later."""
         client = self._client if self.reachable(now) else None
         if client is not None and client.answers():
             return True
@@ -185,19 +186,19 @@ class CollectorEndpoint:
         return False
 
     def ingest(self, raw: bytes) -> IngestReply:
-        """Send one batch to the collector, which stores it."""
+        """Send one spooled batch to the collector, which stores it."""
         return self._call_collector(lambda client: client.ingest(raw))
 
     def ingest_all(
         self, raws: Sequence[bytes], *, asks: bool = False, writer_key: str = ""
     ) -> tuple[IngestReply, ...]:
-        """Send batches in one request; return one reply per batch."""
+        """Send spooled batches to the collector in one request; return one reply per batch."""
         return self._call_collector(
             lambda client: client.ingest_all(raws, asks=asks, writer_key=writer_key)
         )
 
     def send_ahead(self, raws: Sequence[bytes], writer_key: str = "") -> None:
-        """Resend batches early, on a separate connection that waits for nothing.
+        """Send batches before the spool's backlog, on a separate connection to the collector.
 
         If earlier rows of a stream are not stored yet, these are not stored either.
         """
@@ -212,11 +213,11 @@ class CollectorEndpoint:
         client.ingest_all(raws, asks=True, writer_key=writer_key)
 
     def ask(self, question: Question[T]) -> T:
-        """Return the collector's answer."""
+        """Return the collector's response to a query of the agent."""
         return self._call_collector(lambda client: client.ask(question))
 
     def mark_delivered(self, run_id: str, number: int, incarnation: str) -> None:
-        """Report that a command is in the mailbox."""
+        """Report to the collector that the agent has put a command into the mailbox."""
         self._call_collector(lambda client: client.mark_delivered(run_id, number, incarnation))
 
     def drop(self) -> None:
@@ -225,7 +226,7 @@ class CollectorEndpoint:
         self._address, self._is_doubtful = None, True
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the agent's connections to the collector."""
         with self._lock:
             self._close_ahead_connection()
             if self._client is not None:
@@ -233,12 +234,13 @@ class CollectorEndpoint:
                 self._client = None
 
     def _close_ahead_connection(self) -> None:
+        """Close the separate connection on which the agent sends events early."""
         if self._ahead is not None:
             self._ahead[1].close()
             self._ahead = None
 
     def _call_collector(self, call: Callable[[CollectorClient], T]) -> T:
-        """Call the known collector; after an error, search for it again."""
+        """Make a request of the agent to its collector; after an error, search for it again."""
         client = self._client
         if client is None:
             raise TransportError(
@@ -253,7 +255,7 @@ class CollectorEndpoint:
         return answer
 
     def _call_owner(self, client: CollectorClient, call: Callable[[CollectorClient], T]) -> T:
-        """Call, and follow to the collector that owns the run if this one does not."""
+        """Make a request of the agent, and follow to the collector that owns the run."""
         for _ in range(_MOST_HOPS):
             try:
                 return call(client)
@@ -266,18 +268,16 @@ class CollectorEndpoint:
         return call(client)
 
     def _turn_to(self, owner: str) -> None:
-        """Connect to the named collector if it is one of the known URLs, or to the next URL."""
+        """Connect the agent to the run owner if its URL is known, otherwise to the next URL."""
         address = first = self._find()
-        while owner and address is not None and not _is_owner_address(address, owner):
+        owner = owner.removeprefix(UNPROVEN)
+        while owner and address is not None and address.url.removeprefix(UNPROVEN) != owner:
             address = self._find()
             if address == first:  # all were tried
                 address = self._find()
                 break
         self._address = None  # one URL may have several collectors: use a new connection
         self._connect_to(address)
-
-    def _reconnect(self) -> None:
-        self._connect_to(self._find())
 
     def _connect_to(self, address: CollectorAddress | None) -> None:
         """Connect the agent to this collector; close the previous connection."""
@@ -292,15 +292,10 @@ class CollectorEndpoint:
 # ------------------------------------------------------------------------------- search
 
 
-def _is_owner_address(address: CollectorAddress, owner: str) -> bool:
-    """Return whether a known URL belongs to the run's owner."""
-    return address.url.removeprefix(UNPROVEN) == owner.removeprefix(UNPROVEN)
-
-
 def make_collector_finder(
     collector: str, token_file: Path | None, environ: Mapping[str, str], *, run_id: str = ""
 ) -> Find:
-    """Return a search for the collector: at a URL, in a data directory, or this user's own.
+    """Return the agent's search for a collector: at URLs, in a data directory, or this user's.
 
     Files are read again at each search. With several URLs each search returns the next one; the run
     determines the first, so that runs are spread and the agents of a run start with the same one.
@@ -315,9 +310,7 @@ def make_collector_finder(
             parse_url(url)
         first = zlib.crc32(run_id.encode()) % len(urls)
         turns = itertools.cycle([*urls[first:], *urls[:first]])
-        return lambda: CollectorAddress(url=next(turns), tokens=_load_tokens(token_file))
+        return lambda: CollectorAddress(
+            url=next(turns), tokens=read_tokens(token_file) if token_file else CollectorTokens()
+        )
     return lambda: collector_on(data, token_file or "")
-
-
-def _load_tokens(path: Path | None) -> CollectorTokens:
-    return read_tokens(path) if path is not None else CollectorTokens()

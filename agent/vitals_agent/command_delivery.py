@@ -27,11 +27,11 @@ class CommandClient(Protocol):
     """The delivery's interface of a collector."""
 
     def ask(self, question: Question[A]) -> A:
-        """Return the response to a query."""
+        """Return the collector's response to the agent's query for commands."""
         ...
 
     def mark_delivered(self, run_id: str, number: int, incarnation: str) -> object:
-        """Report that a command is in the mailbox."""
+        """Report to the collector that the agent has put the command into the mailbox."""
         ...
 
 
@@ -59,14 +59,8 @@ class CommandDelivery:
 
     The collector is not trusted: its commands must carry the signature of an operator's control
     key, and only then are they signed here with the run's key. A command in a file must carry that
-    signature already: write access to a directory is not permission to control a run.
-
-    Args:
-        client: the collector; None without one.
-        keys: directory of ``control.pub``.
-        backoff: pause between requests after a failure.
-        clock: provides the current time.
-        faults: counts refused commands.
+    signature already: write access to a directory is not permission to control a run. ``keys`` is
+    the directory of ``control.pub``.
     """
 
     def __init__(
@@ -87,7 +81,7 @@ class CommandDelivery:
         self._desks: dict[str, _RunCommands] = {}
 
     def relay(self, run: ServedRun, now: float, *, reachable: bool = True) -> None:
-        """Deliver the next command of the run, if rank 0 is here and has responded to the last.
+        """Relay the run's next command if rank 0 is on this node and has responded to the last.
 
         If no collector is ``reachable``, only files are read.
         """
@@ -111,13 +105,13 @@ class CommandDelivery:
             self._deliver_command(run, desk, command, now, must_be_signed=must_be_signed)
 
     def forget(self, run_id: str) -> None:
-        """Discard the state of a run after its release."""
+        """Discard the commands of a run that the agent no longer serves."""
         self._desks.pop(run_id, None)
 
     def _collect_commands(
         self, run: ServedRun, desk: _RunCommands, now: float, *, reachable: bool
     ) -> None:
-        """Poll the collector and the run directory for new commands."""
+        """Poll the collector and the run directory for commands that the agent should relay."""
         # One agent takes the files of a directory that all nodes share.
         files = run.run_dir.take_commands() if run.holds_mailbox else []
         commands = [(command, True) for command in files]
@@ -145,7 +139,7 @@ class CommandDelivery:
     def _request_stacks(
         self, run: ServedRun, desk: _RunCommands, command: Command, *, must_be_signed: bool
     ) -> None:
-        """Request the stacks of the ranks here; a job that hangs reads no mailbox."""
+        """Have the stacks of this node's ranks taken; a job that hangs reads no mailbox."""
         if command.number <= desk.stacks:
             return
         desk.stacks = command.number
@@ -166,7 +160,7 @@ class CommandDelivery:
     def _record_refusal(
         self, run: ServedRun, desk: _RunCommands, command: Command, error: VitalsError
     ) -> None:
-        """Report a command that was not delivered because it is not genuine."""
+        """Report a command that the agent did not relay because it is not genuine."""
         if len(desk.refused) >= _MAX_REFUSED:
             desk.refused.clear()
         desk.refused[command.number] = command
@@ -183,7 +177,7 @@ class CommandDelivery:
         *,
         must_be_signed: bool,
     ) -> None:
-        """Put a verified command into the mailbox on rank 0's node."""
+        """Put a verified command into the mailbox of rank 0, which runs on the agent's node."""
         if command.number <= desk.newest:
             return  # already handled; the collector has not received the report yet
         path = run.folder / "mailbox"
@@ -223,6 +217,6 @@ class CommandDelivery:
                 self._faults.record("relay", error)  # it is reported again at the next poll
 
     def _report_delivery(self, run: ServedRun, number: int) -> None:
-        """Report to the collector that a command is in rank 0's mailbox."""
+        """Report to the collector that the agent has put a command into rank 0's mailbox."""
         if self._client is not None:
             self._client.mark_delivered(run.run_id, number, run.rank0_incarnation)

@@ -176,11 +176,12 @@ class _Signals:
         self._event = threading.Event()
 
     def wait(self, seconds: float) -> None:
-        """Return after the time, or at once when a new signal comes."""
+        """Pause between two cycles of the agent; return early on SIGTERM or SIGINT."""
         self._event.wait(seconds)
         self._event.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Count a SIGTERM or SIGINT, and wake the agent's loop."""
         self.count += 1
         self._event.set()
 
@@ -216,18 +217,11 @@ def deliver_when_reachable(
     stopwatch: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Deliver the pending rows as soon as a collector responds.
+    """Send the rows that wait in the agent's spool as soon as a collector responds.
 
     In between no lock is held: any other agent may deliver them first. The collector waits for
-    silent runs for a minute after its own start, so the interval between attempts is shorter.
-
-    Args:
-        deliver: sends them, as far as possible.
-        is_waiting: returns whether any rows are left to send.
-        answers: returns whether a collector responds now.
-        seconds: time after which they are left to other agents.
-        stopwatch: monotonic.
-        sleep: waits.
+    silent runs for a minute after its own start, so the interval between attempts is shorter. After
+    ``seconds``, rows are left to other agents.
     """
     backoff = Backoff(first_seconds=1.0, max_seconds=20.0, rng=random.Random())
     deadline = stopwatch() + seconds
@@ -243,7 +237,7 @@ def deliver_when_reachable(
 
 
 def close_inherited() -> None:
-    """Close inherited file descriptors, except for the output.
+    """Close file descriptors that the agent inherited from its parent, except for the output.
 
     Otherwise a lock of ``flock``, or a pipe whose reader waits for its end, would be held for as
     long as this process outlives the training.
@@ -283,7 +277,6 @@ def wait_for_release(
 
 
 def _ended_run_state_dirs(base: Path, vitals_dir: Path) -> list[AgentStateDir]:
-    """Return the agents' directories of runs whose ranks have all ended."""
     ranks: dict[Path, list[Identity]] = {}
     for ref in find_journals(base):
         if ref.run_dir is None or ref.run_dir.resolve().parent != vitals_dir.resolve():
@@ -303,7 +296,7 @@ def _ended_run_state_dirs(base: Path, vitals_dir: Path) -> list[AgentStateDir]:
 
 
 def _journal_identity_or_none(directory: Path) -> Identity | None:
-    """Return the writer of a journal; None if it cannot be read."""
+    """Return the writer of a journal that the agent found; None if it cannot be read."""
     try:
         return journal_identity(directory)
     except VitalsError:

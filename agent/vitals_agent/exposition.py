@@ -56,11 +56,11 @@ class MetricsSource(Protocol):
     """Interface for the server, which calls both on its own threads, so they only read."""
 
     def readings(self) -> Iterable[MetricSample]:
-        """Return the current values of all metrics."""
+        """Return the samples that the agent exposes on ``/metrics``."""
         ...
 
     def health(self) -> Health:
-        """Return whether the agent works."""
+        """Return the agent's health, which ``/healthz`` shows."""
         ...
 
 
@@ -71,7 +71,7 @@ class AgentCollector(Collector):
         self._exposed = exposed
 
     def collect(self) -> Iterable[Metric]:
-        """Yield one family for each metric that has a value now."""
+        """Yield the agent's metrics for one scrape: a family per metric that has a value now."""
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for reading in self._exposed.readings():
             spec = SPECS[reading.name]
@@ -97,8 +97,7 @@ class MetricsServer:
             self._server = ThreadingHTTPServer((host, port), handler)
         except (OSError, OverflowError) as error:
             raise UsageError(
-                f"--listen {host}:{port} cannot be used: {error}",
-                hint="port 0 takes a free one",
+                f"--listen {host}:{port} cannot be used: {error}", hint="port 0 takes a free one"
             ) from error
         self._server.daemon_threads = True
         self._thread = threading.Thread(
@@ -111,14 +110,14 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        """The URL; with the machine's name if it listens on all addresses."""
+        """Return the URL at which the agent's ``/metrics`` can be scraped."""
         host, port = str(self._server.server_address[0]), self._server.server_address[1]
         if host in ("0.0.0.0", "::"):
             host = socket.gethostname()
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def close(self) -> None:
-        """Stop listening and wait for the listening thread."""
+        """Stop the agent's HTTP server for scrapes, and wait for its thread."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -184,7 +183,6 @@ def _build_handler_class(
 def _samples_from_columns(
     specs: Iterable[MetricSpec], values: Mapping[str, Value], labels: tuple[str, ...]
 ) -> Iterator[MetricSample]:
-    """Return a row's values as samples for the agent's ``/metrics``."""
     for spec in specs:
         value = values.get(spec.column)
         if isinstance(value, int | float):  # an unmeasured column has no sample at all
@@ -220,7 +218,7 @@ def agent_readings(
 
 
 def sample_readings(sampling: Sampling, node: str) -> Iterator[MetricSample]:
-    """Yield the latest node and GPU samples."""
+    """Yield the latest samples of node and GPUs for the agent's ``/metrics``."""
     yield from _samples_from_columns(NODE_METRICS, sampling.node, (node,))
     for uuid, values in sampling.gpus.items():
         yield from _samples_from_columns(GPU_METRICS, values, (node, uuid))

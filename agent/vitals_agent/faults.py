@@ -40,11 +40,11 @@ class Faults:
         self._lock = threading.Lock()
 
     def contained(self, part: Part) -> "_FaultContext":
-        """Swallow any Exception of the block; log the 1st, 2nd, 4th, 8th ... per part."""
+        """Contain errors of one part of the agent: count them, and log the 1st, 2nd, 4th ..."""
         return _FaultContext(self, part)
 
     def record(self, part: Part, error: Exception) -> None:
-        """Count a handled error; log the 1st, 2nd, 4th ... per part.
+        """Count an error that the agent survived; log the 1st, 2nd, 4th ... per part.
 
         Errors of Vitals need no traceback; any other one is a bug and is logged with it.
         """

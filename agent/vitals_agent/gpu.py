@@ -26,17 +26,17 @@ class GpuSample:
     values: dict[str, Value]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GpuReport:
     """One round over all GPUs: samples, and changes since the last round."""
 
     taken: MeasurementTime | None = None
-    samples: tuple[GpuSample, ...] = ()
-    lost: tuple[str, ...] = ()
+    samples: list[GpuSample] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
     """GPUs that no longer respond."""
-    back: tuple[str, ...] = ()
+    back: list[str] = field(default_factory=list)
     """GPUs that respond again."""
-    xids: tuple[tuple[str, int], ...] = ()
+    xids: list[tuple[str, int]] = field(default_factory=list)
     """Every reported error, in order: if there are two in a round, the row has the last."""
 
 
@@ -52,21 +52,10 @@ class _GpuDevice:
     lost: bool = False
 
 
-@dataclass(slots=True)
-class _GpuChanges:
-    """Changes of the GPUs in one round."""
-
-    lost: list[str] = field(default_factory=list)
-    back: list[str] = field(default_factory=list)
-    xids: list[tuple[str, int]] = field(default_factory=list)
-
-
 class GpuSampler:
     """Reads every GPU of the node, and every MIG instance of those that are divided.
 
-    Args:
-        nvml: a module like ``pynvml``, or None to import the real one.
-        clock: stamps the samples.
+    ``nvml`` is a module like ``pynvml``; None imports the real one.
 
     NVML is initialized at the first sample, not here. If that fails, ``absent`` contains the reason
     and there is no further attempt: a driver does not appear under a running job. Any call may take
@@ -84,7 +73,7 @@ class GpuSampler:
         """Notes to report once in each run."""
 
     def sample(self) -> GpuReport:
-        """Return one sample per GPU that responds."""
+        """Sample every GPU of the node that responds."""
         if self.absent:
             return GpuReport()
         if self._devices is None:
@@ -92,45 +81,37 @@ class GpuSampler:
         elif self._round % ROUNDS_BETWEEN_LOOKS == 0:
             self._add_instances(self._devices)
         self._round += 1
-        changes = _GpuChanges()
-        taken = MeasurementTime(self._clock.time_ns(), self._clock.monotonic_ns())
-        samples: list[GpuSample] = []
+        report = GpuReport(taken=MeasurementTime(self._clock.time_ns(), self._clock.monotonic_ns()))
         for uuid, device in list(self._devices.items()):
             self.asking = uuid
-            values = self._sample_device(uuid, device, changes)
+            values = self._sample_device(uuid, device, report)
             if values is not None:
-                samples.append(GpuSample(uuid=uuid, values=values))
+                report.samples.append(GpuSample(uuid=uuid, values=values))
             elif device.parent:
                 del self._devices[uuid]  # the instance was removed; a lost GPU reports an error
                 self._round = 0
         self.asking = ""
-        return GpuReport(
-            taken=taken,
-            samples=tuple(samples),
-            lost=tuple(changes.lost),
-            back=tuple(changes.back),
-            xids=tuple(changes.xids),
-        )
+        return report
 
     def _sample_device(
-        self, uuid: str, device: _GpuDevice, changes: _GpuChanges
+        self, uuid: str, device: _GpuDevice, report: GpuReport
     ) -> dict[str, Value] | None:
-        """Return the row of one GPU or instance, and record whether it was lost or is back."""
+        """Sample one GPU or MIG instance, and record whether it was lost or is back."""
         if device.parent:
             return read_instance(self._nvml, device.handle)
         codes = list(self._new_xids(device))
-        changes.xids += [(uuid, code) for code in codes]
+        report.xids += [(uuid, code) for code in codes]
         values = read_gpu(self._nvml, device.handle)
         is_lost = values is None
         if is_lost != device.lost:
-            (changes.lost if is_lost else changes.back).append(uuid)
+            (report.lost if is_lost else report.back).append(uuid)
             device.lost = is_lost
         if device.last_xid is not None and (codes or not is_lost):
             values = {**(values or {}), "last_xid": device.last_xid}
         return values
 
     def close(self) -> None:
-        """Shut NVML down."""
+        """Shut NVML down at the end of the agent."""
         if self._devices is not None and not self.absent:
             devices, self._devices = self._devices, None
             try:
@@ -144,6 +125,7 @@ class GpuSampler:
     # --------------------------------------------------------------------------- finding GPUs
 
     def _open_devices(self) -> dict[str, _GpuDevice]:
+        """Initialize NVML, and open every GPU of the node that can be sampled."""
         if self._nvml is None:
             try:
                 import pynvml
@@ -167,10 +149,8 @@ class GpuSampler:
         return devices
 
     def _note_no_gpus(self, why: str) -> None:
-        """Record why the agent samples no GPUs."""
         self.absent = why
-        note = Note(code="no_gpu", text=f"no GPU samples: {why}")
-        self.notes = (*self.notes, note)
+        self.notes = (*self.notes, Note(code="no_gpu", text=f"no GPU samples: {why}"))
 
     def _add_device(self, devices: dict[str, _GpuDevice], index: int) -> None:
         """Open the GPU with this number; report a GPU without UUID."""
@@ -187,7 +167,7 @@ class GpuSampler:
         devices[uuid] = _GpuDevice(handle, events=self._listen(handle))
 
     def _add_instances(self, devices: dict[str, _GpuDevice]) -> None:
-        """Add the current MIG instances; those that were removed no longer respond."""
+        """Add the GPUs' current MIG instances to those that the agent samples."""
         nvml = self._nvml
         for parent in [uuid for uuid, device in devices.items() if not device.parent]:
             instances = []
@@ -200,14 +180,16 @@ class GpuSampler:
                 devices.setdefault(uuid, _GpuDevice(handle, parent=parent))
             if instances:
                 num = humanize_count(len(instances), "instance")
+                begin = f"GPU {parent} is divided by MIG into "
                 text = (
-                    f"GPU {parent} is divided by MIG into {num}: for them only the memory is "
-                    "known, for the GPU everything except utilization"
+                    f"{begin}{num}: for them only the memory is known, for the GPU everything "
+                    "except utilization"
                 )
-                note = Note(code="gpu_mig", text=text)
-                self.notes = (*(n for n in self.notes if not _is_mig_note(n, parent)), note)
+                others = (note for note in self.notes if not note.text.startswith(begin))
+                self.notes = (*others, Note(code="gpu_mig", text=text))
 
     def _mig_handles(self, handle: Any) -> Iterator[Any]:
+        """Yield the NVML handles of a sampled GPU's MIG instances."""
         nvml = self._nvml
         try:
             if nvml.nvmlDeviceGetMigMode(handle)[0] != nvml.NVML_DEVICE_MIG_ENABLE:
@@ -224,7 +206,7 @@ class GpuSampler:
     # --------------------------------------------------------------------------------- errors
 
     def _listen(self, handle: Any) -> Any:
-        """Return a set of events with this GPU's Xids, or None if it reports none."""
+        """Register for a GPU's Xid errors in NVML; None if the GPU reports none."""
         nvml = self._nvml
         try:
             events = nvml.nvmlEventSetCreate()
@@ -238,6 +220,7 @@ class GpuSampler:
         return events
 
     def _new_xids(self, device: _GpuDevice) -> Iterator[int]:
+        """Yield the Xid errors that a GPU reported since the agent's last sample."""
         for _ in range(MAX_XIDS_PER_ROUND if device.events is not None else 0):
             try:
                 event = self._nvml.nvmlEventSetWait_v2(device.events, 0)
@@ -247,10 +230,6 @@ class GpuSampler:
             yield device.last_xid
 
 
-def _is_mig_note(note: Note, uuid: str) -> bool:
-    """Return whether a note is about the MIG mode of this GPU."""
-    return note.code == "gpu_mig" and note.text.startswith(f"GPU {uuid} ")
-
-
 def _decode_text(value: str | bytes) -> str:
+    """Return a string from NVML, which may come as bytes, as text."""
     return value.decode() if isinstance(value, bytes) else value

@@ -30,6 +30,7 @@ from trainvitals.records import (
     RankActivity,
     RanksStill,
 )
+from vitals_agent.process import stat_fields
 from vitals_agent.restart import HungJob, JobProcess
 from vitals_agent.run import ServedRun
 from vitals_agent.sampling import Spawn, on_a_thread
@@ -70,11 +71,8 @@ class _WorkSample(NamedTuple):
     """Resource use and position of a rank's process at one check."""
 
     at: float
-    cpu_seconds: float
-    all_cpu_seconds: float
-    num_bytes: int
     where: str
-    state: str
+    process: _ProcessStats
 
 
 @dataclass(slots=True)
@@ -124,10 +122,9 @@ class HangWatch:
         self._are_nodes_reported = False
 
     def check(self, now: float) -> None:
-        """Check every rank; report what is new. Call before the journals are copied.
+        """Check this node's ranks of the run for a hang, and report new findings.
 
-        Args:
-            now: monotonic seconds.
+        ``now`` is in monotonic seconds.
         """
         tails = _latest_journals(self._run.tails.values())
         activities = {rank: self._observe_rank(tail, now) for rank, tail in tails.items()}
@@ -151,7 +148,7 @@ class HangWatch:
     def _take_stacks(
         self, tails: dict[int, JournalTail], world_size: int, step: int, *, is_waiting: bool
     ) -> None:
-        """Request the ranks' stacks, once per wait or on an operator's request; store them."""
+        """Request the stacks of this node's ranks, once per wait or on an operator's request."""
         number = self._run.stacks_wanted.popleft() if self._run.stacks_wanted else 0
         if number:
             self._stacks.start_request(number, num_here=len(tails), num_ranks=world_size)
@@ -170,7 +167,7 @@ class HangWatch:
     # ----------------------------------------------------------------------------- reports
 
     def _report_findings(self, ranks: list[RankActivity], world_size: int) -> None:
-        """Report new findings of waits and hangs, and the end of a wait."""
+        """Report new findings of waits and hangs on this node, and the end of a wait."""
         before = self._follower.verdict
         attempt = max((tail.last.attempt for tail in self._run.tails.values()), default=0)
         say = self._run.node_source.write_event
@@ -184,7 +181,7 @@ class HangWatch:
                 say(Note(code="wait_over", text=text), step=before.step, attempt=attempt)
 
     def _report_recorder(self) -> None:
-        """Report once why the names of collectives are missing."""
+        """Report once why the agent cannot name the collectives that ranks wait in."""
         recorder_entries = [seen.word for seen in self._seen.values() if seen.word is not None]
         why = next((word.no_recorder for word in recorder_entries if word.no_recorder), "")
         if why and not self._is_recorder_reported:
@@ -193,7 +190,7 @@ class HangWatch:
             self._run.node_source.write_event(Note(code="no_flight_recorder", text=text))
 
     def _send_hang_state(self, ranks: list[RankActivity], world_size: int, now: float) -> None:
-        """Inform the collector, which sees the other nodes, of a hang here and of its end."""
+        """Inform the collector, which sees all nodes, of a hang on this node and of its end."""
         is_still = all(rank.still_seconds >= STILL_SECONDS for rank in ranks)
         if not is_still and self._sent_at is None:
             return
@@ -207,13 +204,9 @@ class HangWatch:
         self._sent_at = now if is_still else None
 
     def _end_hung_job(
-        self,
-        ranks: list[RankActivity],
-        tails: dict[int, JournalTail],
-        world_size: int,
-        now: float,
+        self, ranks: list[RankActivity], tails: dict[int, JournalTail], world_size: int, now: float
     ) -> None:
-        """End a job that hangs, if all its ranks are here and have enabled that."""
+        """End a job that hangs, if all its ranks are on this node and have enabled that."""
         seen = {rank: self._seen[tail.directory] for rank, tail in tails.items()}
         rank_words = [each.word for each in seen.values() if each.word is not None]
         if any(word.on_hang != "restart" for word in rank_words):
@@ -272,7 +265,7 @@ class HangWatch:
         )
 
     def _read_heartbeat(self, tail: JournalTail, seen: _ObservedRank, now: float) -> None:
-        """Update a rank's state from its heartbeat: step, phase, last progress."""
+        """Update the agent's record of a rank by its heartbeat: step, phase, last progress."""
         try:
             word = read_heartbeat(tail.directory)
         except (OSError, VitalsError):
@@ -293,7 +286,7 @@ class HangWatch:
             seen.was_asked = False
 
     def _read_process(self, tail: JournalTail, seen: _ObservedRank, now: float) -> None:
-        """Update the state of a rank's process, and how it ended."""
+        """Update the agent's record of a rank's process, and of how it ended."""
         assert seen.word is not None
         pid = tail.identity.pid
         process = None
@@ -316,7 +309,7 @@ class HangWatch:
 
 
 def _latest_journals(tails: Iterable[JournalTail]) -> dict[int, JournalTail]:
-    """Return each rank's journal; the latest of a rank that started again."""
+    """Return the journal of each rank on this node; the latest of a rank that started again."""
     newest: dict[int, JournalTail] = {}
     for tail in sorted(tails, key=lambda tail: tail.identity.started_unix_ns):
         newest[tail.identity.rank] = tail
@@ -324,12 +317,10 @@ def _latest_journals(tails: Iterable[JournalTail]) -> dict[int, JournalTail]:
 
 
 def _read_process_stats(pid: int, thread: int) -> _ProcessStats | None:
-    """Return the system's data; None if the process does not exist."""
+    """Return the system's data on the process of a watched rank; None if it does not exist."""
     try:
-        whole = _proc_stat_fields(f"/proc/{pid}/stat")
-        thread_stat = (
-            whole if thread == pid else _proc_stat_fields(f"/proc/{pid}/task/{thread}/stat")
-        )
+        whole = stat_fields(pid)
+        thread_stat = whole if thread == pid else stat_fields(pid, thread)
     except (OSError, IndexError):
         return None
     num_bytes = 0
@@ -345,26 +336,20 @@ def _read_process_stats(pid: int, thread: int) -> _ProcessStats | None:
     )
 
 
-def _proc_stat_fields(path: str) -> list[str]:
-    """Return the fields after the name, which may contain any characters."""
-    return Path(path).read_text(errors="replace").rpartition(")")[2].split()
-
-
 def _add_work(seen: _ObservedRank, process: _ProcessStats, now: float) -> None:
-    """Append a sample of a rank's CPU time and I/O; drop old ones."""
+    """Append a sample of a watched rank's CPU time and I/O; drop old ones."""
     where = "" if seen.word is None else seen.word.where
-    used = (process.cpu_seconds, process.all_cpu_seconds, process.num_bytes)
-    seen.work.append(_WorkSample(now, *used, where, process.state))
+    seen.work.append(_WorkSample(now, where, process))
     while len(seen.work) > 2 and now - seen.work[1].at >= ACTIVE_SECONDS:
         seen.work.popleft()
 
 
 def _is_active(work: Sequence[_WorkSample], now: float) -> bool:
-    """Return whether a hanging rank has computed, done I/O or moved in its code."""
+    """Return whether a rank that seems to hang has computed, done I/O or moved in its code."""
     if len(work) < 2 or now - work[0].at < ACTIVE_SECONDS:
         return True  # too early to decide
-    first, last = work[0], work[-1]
-    seconds = last.at - first.at
+    seconds = work[-1].at - work[0].at
+    first, last = work[0].process, work[-1].process
     places = {each.where for each in work if each.where}
     return (
         last.cpu_seconds - first.cpu_seconds > ACTIVE_SHARE * seconds
@@ -372,7 +357,7 @@ def _is_active(work: Sequence[_WorkSample], now: float) -> bool:
         or last.num_bytes - first.num_bytes > ACTIVE_BYTES
         or len(places) > 1
         # In a call to a disk: a save that waits for it is indistinguishable from a lost one.
-        or any(each.state == "D" for each in work)
+        or any(each.process.state == "D" for each in work)
     )
 
 
@@ -396,7 +381,7 @@ class ExitWatch:
         self._thread: threading.Thread | None = None
 
     def watch(self, pid: int) -> None:
-        """Start waiting for a process's end."""
+        """Start waiting for the end of a rank's process on this node."""
         try:
             fd = os.pidfd_open(pid)
         except (AttributeError, OSError):
@@ -413,11 +398,11 @@ class ExitWatch:
         os.write(self._pipe[1], b"w")
 
     def exit_text(self, pid: int) -> str:
-        """Return a description of how a process ended; "" if unknown."""
+        """Return a description of how a process on the agent's node ended; "" if unknown."""
         return self._ended.get(pid, "")
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the agent's thread that waits for the end of ranks."""
         pipe, self._pipe = self._pipe, None
         if pipe is None or self._thread is None:
             return
@@ -456,7 +441,7 @@ _INFO = struct.Struct("=Q52xi")
 
 
 def exit_of(pid: int, fd: int) -> str:
-    """Return how a process ended, from its zombie or its descriptor; "" if unknown."""
+    """Return how a rank's process ended, from its zombie or its descriptor; "" if unknown."""
     status = _zombie_exit_status(pid)
     if status is None:
         info = bytearray(_INFO.pack(_INFO_EXIT, 0))
@@ -476,8 +461,9 @@ def exit_of(pid: int, fd: int) -> str:
 
 
 def _zombie_exit_status(pid: int) -> int | None:
+    """Return the exit status of a rank that is a zombie on this node; None for any other."""
     try:
-        fields = _proc_stat_fields(f"/proc/{pid}/stat")
+        fields = stat_fields(pid)
         return int(fields[49]) if fields[0] in "ZX" else None
     except (OSError, IndexError, ValueError):
         return None

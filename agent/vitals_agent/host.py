@@ -24,11 +24,7 @@ class HostSampler:
     """
 
     def __init__(
-        self,
-        journal_base: Path,
-        *,
-        system: Any = psutil,
-        pressure: Path = Path("/proc/pressure"),
+        self, journal_base: Path, *, system: Any = psutil, pressure: Path = Path("/proc/pressure")
     ) -> None:
         self._base = journal_base
         self._system = system
@@ -38,7 +34,7 @@ class HostSampler:
         self._cpu = self._cpu_times()
 
     def sample(self) -> dict[str, Value]:
-        """Return the node's values by column name."""
+        """Sample the node's CPUs, memory, disks and network; return the values by column."""
         memory = self._system.virtual_memory()
         return {
             "cpu_ratio": self._cpu_ratio(),
@@ -53,12 +49,14 @@ class HostSampler:
         }
 
     def _cpu_times(self) -> tuple[float, float]:
+        """Return the total and the busy seconds of the node's CPUs."""
         times = self._system.cpu_times()
         # guest time is already part of user and nice: counting it twice would hide idle time
         total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
         return total, total - times.idle - getattr(times, "iowait", 0.0)
 
     def _cpu_ratio(self) -> float | None:
+        """Return the busy share of the node's CPUs since the last sample."""
         total_before, busy_before = self._cpu
         total, busy = self._cpu = self._cpu_times()
         if total <= total_before:
@@ -66,6 +64,7 @@ class HostSampler:
         return min(1.0, max(0.0, (busy - busy_before) / (total - total_before)))
 
     def _free_shm_bytes(self) -> float | None:
+        """Return the node's free bytes for journals; None before the first run."""
         try:
             stat = os.statvfs(self._base)
         except OSError:
@@ -73,6 +72,7 @@ class HostSampler:
         return float(stat.f_bavail * stat.f_frsize)
 
     def _disk_counters(self) -> dict[str, Value]:
+        """Return the bytes that the node's disks have read and written."""
         counters = self._system.disk_io_counters(nowrap=False)
         if counters is None:  # a machine without a disk of its own
             return {}
@@ -82,6 +82,7 @@ class HostSampler:
         }
 
     def _network_counters(self) -> dict[str, Value]:
+        """Return the node's bytes and errors on its network interfaces."""
         counters = self._system.net_io_counters(nowrap=False)
         if counters is None:  # a namespace without any interface
             return {}
@@ -93,7 +94,7 @@ class HostSampler:
         }
 
     def _pressures(self) -> dict[str, Value]:
-        """Return the total seconds in which tasks waited, for each resource."""
+        """Return the seconds in which tasks of the node waited, for each resource."""
         pressures: dict[str, Value] = {}
         for path in self._pressure_files:
             try:

@@ -19,11 +19,8 @@ from vitals_agent.shipper import Shipper
 class IoLoop:
     """Serves all runs in turn. One thread calls ``serve_runs``; any thread may call the rest.
 
-    Args:
-        shipper: None without a collector.
-        relay: delivers commands.
-        runs: returns the served runs; the mapping is replaced, never changed.
-        reachable: whether a collector is currently available; it may search for one.
+    The mapping that ``runs`` returns is replaced, never changed. ``reachable`` may search for a
+    collector.
     """
 
     def __init__(
@@ -48,14 +45,14 @@ class IoLoop:
         self._sent: dict[str, tuple[ServedRun, int]] = {}
 
     def find_collector(self, now: float) -> None:
-        """Check whether a collector is available."""
+        """Check whether a collector is available to the agent."""
         can_ship = False
         with self._faults.contained("shipper"):
             can_ship = self._shipper is not None and self._reachable(now)
         self.can_ship = can_ship
 
     def serve_runs(self, now: float) -> None:
-        """Serve each run once; takes as long as the network does."""
+        """Send each run's spooled rows and relay its commands once, as fast as the network."""
         self.find_collector(now)
         for run_id in list(self._runs()):
             run = self._start_serving(run_id)
@@ -73,7 +70,7 @@ class IoLoop:
             self._drop_run(run_id)
 
     def leave(self, run_id: str, remove: Callable[[], None]) -> bool:
-        """Stop serving a run; return False if it is being served at the moment."""
+        """Stop serving a run in the agent's I/O loop; return False while it is being served."""
         with self._lock:
             if self._serving == run_id:
                 return False
@@ -81,7 +78,7 @@ class IoLoop:
             return True
 
     def drained(self, run: ServedRun) -> bool:
-        """Return whether a collector has everything written so far, or there is none."""
+        """Return whether the agent has sent every spooled row of the run, or has no collector."""
         if self._shipper is None or self.can_ship is False:
             return True
         return self._sent.get(run.run_id) == (run, run.num_written)
@@ -98,6 +95,7 @@ class IoLoop:
             return run
 
     def _ship_spool(self, run: ServedRun, now: float) -> None:
+        """Send a run's spooled rows to the collector, and note if none is left."""
         assert self._shipper is not None
         written = run.num_written  # before: batches written in the meantime may not be sent
         self._shipper.ship(run.run_id, run.spool, now, run.writer_key)
@@ -105,7 +103,7 @@ class IoLoop:
             self._sent[run.run_id] = (run, written)
 
     def _drop_run(self, run_id: str) -> None:
-        """Discard a released run's state: its commands and its shipping."""
+        """Discard the I/O loop's state of a run that the agent released."""
         self._served.pop(run_id, None)
         self._sent.pop(run_id, None)
         self._relay.forget(run_id)
@@ -132,17 +130,17 @@ class EventsAhead:
         self._came = threading.Event()
 
     def enqueue(self, raw: bytes, writer_key: str) -> None:
-        """Queue a batch to be sent early, if it contains events."""
+        """Queue a batch that the agent spooled to be sent early, if it contains events."""
         if len(raw) <= MAX_AHEAD_BYTES and is_of_events(raw):
             self._waiting.append((raw, writer_key))
             self._came.set()
 
     def start(self) -> None:
-        """Start the thread, for as long as the process lives."""
+        """Start the thread that sends events early, for as long as the agent lives."""
         threading.Thread(target=self._run, name="vitals-agent-events", daemon=True).start()
 
     def send_pending(self) -> None:
-        """Send the pending batches."""
+        """Send the queued events to the collector, before older rows of the spool."""
         raws_by_key: dict[str, list[bytes]] = {}
         while self._waiting:
             raw, writer_key = self._waiting.popleft()
@@ -152,6 +150,7 @@ class EventsAhead:
                 self._send(raws, writer_key)
 
     def _run(self) -> None:
+        """Send events to the collector as they come, on a thread of the agent."""
         while True:
             self._came.wait()
             self._came.clear()
@@ -169,12 +168,13 @@ class IoThread:
         self._thread.start()
 
     def end(self, seconds: float) -> bool:
-        """Run the loop a last time; return whether it ended within the time."""
+        """Serve the agent's runs a last time; return whether that ended within the time."""
         self._is_ending.set()
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        """Ship the spools and relay commands, once per interval, on the agent's second thread."""
         while True:
             is_ending = self._is_ending.wait(self._interval)
             self._loop.serve_runs(time.monotonic())

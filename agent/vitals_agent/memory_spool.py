@@ -24,7 +24,7 @@ MAX_MEMORY_SHARE = 0.05
 
 
 def has_room(folder: Path, num_bytes: int = ROOM_BYTES) -> bool:
-    """Return whether the directory's disk accepts this many bytes; creates the directory.
+    """Create the agent's spool directory; return whether its disk accepts this many bytes.
 
     It is tested by a write, because free space may be reserved, or above a quota. A disk with
     another error counts as having space: the code that writes to it reports the error.
@@ -46,7 +46,7 @@ def has_room(folder: Path, num_bytes: int = ROOM_BYTES) -> bool:
 
 
 def bytes_in(spool: Path) -> int:
-    """Return the size of a run's spool on this node; 0 if it does not exist."""
+    """Return the bytes of a run's spool on the agent's node; 0 if it does not exist."""
     return sum(path.stat().st_size for path in spool.glob("*.tvs"))
 
 
@@ -59,7 +59,7 @@ def open_in_memory(spool: Path, now: Callable[[], float]) -> Spool:
 
 
 def move_to_disk(memory: Path, spool: Spool) -> None:
-    """Append the pending rows in memory to the spool on disk; delete them once durable.
+    """Append the rows that the agent spooled in memory to the spool on disk; then delete them.
 
     Raises:
         StorageError: the disk refused; then all of it is still in memory.

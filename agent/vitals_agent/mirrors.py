@@ -35,7 +35,7 @@ class MirrorStarter:
         """Pid by run; None after it has ended."""
 
     def start_if_due(self, run: ServedRun) -> None:
-        """Start it if rank 0 of the run is on this node; report a mirror that failed."""
+        """Start the run's mirror if rank 0 is on the agent's node; report a mirror that failed."""
         if not self._to:
             return
         if run.run_id not in self._pids:
@@ -60,6 +60,7 @@ class MirrorStarter:
             run.node_source.write_event(Note(code="mirror_ended", text=text, severity="warning"))
 
     def _start_mirror(self, run: ServedRun) -> int:
+        """Start ``vitals mirror`` as a process that outlives the agent; return its pid."""
         name = [run.run_id, *self._source] if self._source else [str(run.run_dir.path)]
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         log = open_own(run.state_dir.path / "mirror.log", flags, mode=0o600)
@@ -82,12 +83,9 @@ class MirrorStarter:
 
 
 def _limit_log_size(log: Path) -> None:
-    """Empty the log if it is too large: a tracker's package may print without end."""
+    """Empty the log of a mirror that the agent started, if it is too large."""
     with suppress(OSError):
         if log.stat().st_size > MAX_LOG_BYTES:
             # The mirror appends to it, so it continues at the start of the file.
             os.truncate(log, 0)
             _LOG.warning("mirror_log_emptied path=%s bytes=%d", log, MAX_LOG_BYTES)
-
-
-__all__ = ["MAX_LOG_BYTES", "MirrorStarter"]

@@ -52,17 +52,17 @@ _Reader = Callable[[Any, Any], Mapping[str, Value]]
 
 
 def read_gpu(nvml: Any, handle: Any) -> dict[str, Value] | None:
-    """Return the columns of a whole GPU; None if it is lost and every call fails."""
+    """Sample the columns of a whole GPU through NVML; None if it is lost."""
     return _read_columns(nvml, handle, _GPU_READERS)
 
 
 def read_instance(nvml: Any, handle: Any) -> dict[str, Value] | None:
-    """Return the columns of a MIG instance: memory only; other values exist for whole GPUs."""
+    """Sample a MIG instance of a GPU: memory only; other values exist for whole GPUs."""
     return _read_columns(nvml, handle, (_memory,))
 
 
 def _read_columns(nvml: Any, handle: Any, readers: tuple[_Reader, ...]) -> dict[str, Value] | None:
-    """Return the columns that a GPU supports; None if it has none or is lost."""
+    """Sample the columns that a GPU or MIG instance supports; None if it has none or is lost."""
     values: dict[str, Value] = {}
     lost = _lost_errors(nvml)
     for reader in readers:
@@ -76,12 +76,13 @@ def _read_columns(nvml: Any, handle: Any, readers: tuple[_Reader, ...]) -> dict[
 
 
 def _lost_errors(nvml: Any) -> tuple[type[Exception], ...]:
-    """Return NVML's exceptions for a lost GPU."""
+    """Return the exceptions with which NVML reports a lost GPU."""
     names = ("NVMLError_GpuIsLost", "NVMLError_ResetRequired")
     return tuple(getattr(nvml, name) for name in names if hasattr(nvml, name))
 
 
 def _utilization(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    """Sample how busy a GPU and its memory are, as ratios."""
     rates = nvml.nvmlDeviceGetUtilizationRates(handle)
     return {
         "utilization_ratio": rates.gpu / 100.0,
@@ -90,6 +91,7 @@ def _utilization(nvml: Any, handle: Any) -> Mapping[str, Value]:
 
 
 def _memory(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    """Sample the used, total and reserved memory of a GPU or MIG instance."""
     try:
         info = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     except nvml.NVMLError_FunctionNotFound:  # before driver 510, used includes reserved memory
@@ -103,27 +105,33 @@ def _memory(nvml: Any, handle: Any) -> Mapping[str, Value]:
 
 
 def _temperature(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    """Sample the temperature of one of the node's GPUs."""
     value = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
     return {"temperature_celsius": float(value)}
 
 
 def _power(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    """Sample the power that a GPU draws."""
     return {"power_watts": nvml.nvmlDeviceGetPowerUsage(handle) / 1000.0}
 
 
 def _power_limit(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    """Return the power limit in force of a sampled GPU."""
     return {"power_limit_watts": nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000.0}
 
 
 def _sm_clock(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    """Sample the clock rate of a GPU's multiprocessors."""
     return {"sm_clock_hertz": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM) * 1e6}
 
 
 def _memory_clock(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    """Sample the clock rate of a GPU's memory."""
     return {"memory_clock_hertz": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM) * 1e6}
 
 
 def _throttle_reasons(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    """Return the reasons why a sampled GPU lowers its clock, as bits."""
     try:
         mask = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
     except (AttributeError, nvml.NVMLError_FunctionNotFound):  # earlier name of the function
@@ -132,16 +140,19 @@ def _throttle_reasons(nvml: Any, handle: Any) -> Mapping[str, Value]:
 
 
 def _pcie_receive(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    """Sample how many bytes per second a GPU receives over PCIe."""
     value = nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES)
     return {"pcie_receive_bytes_per_second": value * 1000.0}
 
 
 def _pcie_transmit(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    """Sample how many bytes per second a GPU sends over PCIe."""
     value = nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_TX_BYTES)
     return {"pcie_transmit_bytes_per_second": value * 1000.0}
 
 
 def _field_values(nvml: Any, handle: Any) -> Mapping[str, Value]:
+    """Sample a GPU's energy, ECC, row-remapping and NVLink counters in one call."""
     fields = [field for field in FIELDS if hasattr(nvml, field.name)]
     field_ids = [
         getattr(nvml, f.name) if f.scope is None else (getattr(nvml, f.name), f.scope)
@@ -160,7 +171,7 @@ def _field_values(nvml: Any, handle: Any) -> Mapping[str, Value]:
 
 
 def _decode_field_value(answer: Any) -> float | int | None:
-    """Return the number in a field's response; None if it has none."""
+    """Return the number in NVML's response for one field of a GPU; None if it has none."""
     kind = answer.valueType
     if answer.nvmlReturn != _SUCCESS or not 0 <= kind < len(_MEMBERS):
         return None

@@ -23,7 +23,7 @@ class RankProcess:
         self._process = _find_rank_process(identity, clock or SystemClock())
 
     def alive(self) -> bool:
-        """Return whether the process exists; a zombie counts as ended: it no longer trains."""
+        """Return whether the rank's process exists on this node; a zombie counts as ended."""
         if self._process is None:
             return False
         try:
@@ -36,7 +36,7 @@ class RankProcess:
         return False
 
     def sample(self) -> dict[str, Value]:
-        """Return the values by column name; for an ended process, only ``alive``."""
+        """Sample the rank's process: values by column; for an ended one, only ``alive``."""
         if not self.alive() or self._process is None:
             return {"alive": 0}
         values: dict[str, Value] = {"alive": 1}
@@ -50,12 +50,21 @@ class RankProcess:
         return values
 
 
+def stat_fields(pid: int, thread: int | None = None) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` after the name, for the process or one thread."""
+    path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
+    # The name may contain anything, also parentheses.
+    return Path(path).read_text(errors="replace").rpartition(")")[2].split()
+
+
 def _cpu_seconds(process: psutil.Process) -> dict[str, Value]:
+    """Sample the CPU seconds of a rank's process."""
     times = process.cpu_times()
     return {"cpu_seconds": times.user + times.system}
 
 
 def _io_bytes(process: psutil.Process) -> dict[str, Value]:
+    """Sample the bytes that a rank's process has read and written."""
     counters = process.io_counters()
     return {
         "io_read_bytes": float(counters.read_bytes),
@@ -64,6 +73,7 @@ def _io_bytes(process: psutil.Process) -> dict[str, Value]:
 
 
 def _context_switches(process: psutil.Process) -> dict[str, Value]:
+    """Sample the context switches of a rank's process."""
     switches = process.num_ctx_switches()
     return {
         "voluntary_context_switches": switches.voluntary,
@@ -72,10 +82,8 @@ def _context_switches(process: psutil.Process) -> dict[str, Value]:
 
 
 def _major_page_faults(process: psutil.Process) -> dict[str, Value]:
-    """Return the major page faults, which need a disk; psutil does not provide them."""
-    stat = Path(f"/proc/{process.pid}/stat").read_bytes()
-    fields = stat.rpartition(b")")[2].split()  # the name before may contain anything
-    return {"major_page_faults": int(fields[9])}
+    """Sample the page faults of a rank's process that need a disk."""
+    return {"major_page_faults": int(stat_fields(process.pid)[9])}
 
 
 _READERS: tuple[Callable[[psutil.Process], dict[str, Value]], ...] = (
@@ -91,7 +99,7 @@ _READERS: tuple[Callable[[psutil.Process], dict[str, Value]], ...] = (
 
 
 def _find_rank_process(identity: Identity, clock: Clock) -> psutil.Process | None:
-    """Return the process that wrote the journal; None if it ended or was a different process.
+    """Find the process on this node that writes the journal; None if it has ended.
 
     Ages are compared, not start times: the wall clock may have been set since the journal started.
     """
@@ -110,20 +118,19 @@ def _find_rank_process(identity: Identity, clock: Clock) -> psutil.Process | Non
 
 
 def _age(process: psutil.Process, clock: Clock) -> float:
-    """Return the seconds since the process started, by a monotonic clock if there is one.
+    """Return the seconds since a rank's process started, by a monotonic clock if there is one.
 
     psutil uses the wall time of the boot, which it caches.
     """
     try:
-        stat = Path(f"/proc/{process.pid}/stat").read_bytes()
-        ticks = int(stat.rpartition(b")")[2].split()[19])
+        ticks = int(stat_fields(process.pid)[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError, AttributeError):  # ended, or not Linux
         return clock.time_ns() / 1e9 - float(process.create_time())
 
 
 def holds_files(pid: int, directory: Path) -> bool:
-    """Return whether the process has a file of this journal open, as its writer does.
+    """Return whether the process has a file of this journal open, as the rank that writes it.
 
     Containers may share memory without sharing process ids: then the rank's pid refers to another
     process here. Check this before any signal.
@@ -136,7 +143,7 @@ def holds_files(pid: int, directory: Path) -> bool:
 
 
 def _list_directory(directory: Path) -> list[Path]:
-    """Return the entries of a directory; none if it was removed."""
+    """Return the files of a rank's journal or process; none if they were removed."""
     try:
         return list(directory.iterdir())
     except OSError:  # deleted, or another user's
@@ -144,6 +151,7 @@ def _list_directory(directory: Path) -> list[Path]:
 
 
 def _stat_or_none(path: Path) -> os.stat_result | None:
+    """Return the status of a file of a rank's journal or process; None if it was removed."""
     try:
         return path.stat()
     except OSError:

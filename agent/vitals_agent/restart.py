@@ -16,7 +16,7 @@ from trainvitals.clock import Clock
 from trainvitals.detect.hang import HangConfig, HangVerdict, may_end
 from trainvitals.records import Decision, DecisionMade, Note, ProcessState, RankActivity
 from trainvitals.units import humanize_seconds
-from vitals_agent.process import holds_files
+from vitals_agent.process import holds_files, stat_fields
 from vitals_agent.run import ServedRun
 
 GRACE_SECONDS = 30.0
@@ -39,11 +39,11 @@ class JobProcess:
 
     @property
     def is_rank(self) -> bool:
-        """Whether this is the rank, and not another container's process of the same number."""
+        """Return whether this is the rank, and not another container's process with its pid."""
         return self.journal is None or holds_files(self.pid, self.journal)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, if it is still that process."""
+        """Send a signal to the rank of a job that hangs, if it still has this pid."""
         try:
             fd = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -59,22 +59,16 @@ class JobProcess:
 
 
 def process_start_ticks(pid: int) -> int:
-    """Return the start of a process, in clock ticks since the boot; 0 if it does not exist."""
+    """Return when a rank's process started, in clock ticks since the boot; 0 if it has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        fields = stat_fields(pid)
     except OSError:
         return 0
     return int(fields[19]) if fields[0] not in "ZX" else 0
 
 
 class HungJob:
-    """The job of one run on this node, whose ranks are all here.
-
-    Args:
-        run: run of the job, which also stores the reports.
-        config: required duration of a page, and the budget.
-        clock: timestamps of the budget.
-    """
+    """The job of one run on this node, whose ranks are all here."""
 
     def __init__(self, run: ServedRun, config: HangConfig, clock: Clock) -> None:
         self._run = run
@@ -91,7 +85,7 @@ class HungJob:
 
     @property
     def is_ending(self) -> bool:
-        """Whether its processes have received SIGTERM and are not killed yet."""
+        """Return whether the agent has sent the ranks SIGTERM, and will kill those that remain."""
         return self._kill_at is not None
 
     def end_if_due(
@@ -101,13 +95,9 @@ class HungJob:
         processes: Collection[JobProcess],
         now: float,
     ) -> None:
-        """End the job if it is time; continue an end that has started.
+        """End a job that hangs on this node, if it is time; continue an end that has started.
 
-        Args:
-            verdict: verdict of this check.
-            ranks: input of the verdict.
-            processes: the job's processes at this check.
-            now: monotonic seconds.
+        All arguments are those of one check; ``now`` is in monotonic seconds.
         """
         if self._kill_at is not None:
             self._kill_if_due(processes, now)
@@ -132,11 +122,7 @@ class HungJob:
                 "Vitals does not restart this job: the ranks run in containers whose process ids "
                 f"their agent cannot see. {verdict.text}"
             )
-            self._run.node_source.write_event(
-                Note(code="no_restart", text=text, severity="warning"),
-                step=verdict.step,
-                attempt=self._latest_attempt(),
-            )
+            self._report("no_restart", text, verdict)
             return
         budget, time_ns = self._config.max_restarts, self._clock.time_ns()
         recent = [t for t in self._run.run_dir.restarts() if t > time_ns - _DAY_NS]
@@ -148,11 +134,7 @@ class HungJob:
                 f"Vitals does not restart this job: {num_recent} of {budget} restarts per day are "
                 f"used up. {verdict.text}"
             )
-            self._run.node_source.write_event(
-                Note(code="restart_budget", text=text, severity="warning"),
-                step=verdict.step,
-                attempt=self._latest_attempt(),
-            )
+            self._report("restart_budget", text, verdict)
             return
         # Before the action, like all budgets: an agent that dies in between returns none.
         self._run.run_dir.write_restarts([*recent, time_ns])
@@ -162,8 +144,13 @@ class HungJob:
             process.send_signal(signal.SIGTERM)
         self._kill_at = now + GRACE_SECONDS
 
+    def _report(self, code: str, text: str, verdict: HangVerdict) -> None:
+        note = Note(code=code, text=text, severity="warning")
+        attempt = self._latest_attempt()
+        self._run.node_source.write_event(note, step=verdict.step, attempt=attempt)
+
     def _write_decision(self, verdict: HangVerdict, budget_left: int) -> None:
-        """Write the entry of the decision log."""
+        """Write the agent's restart of the job to the decision log."""
         hang_duration = humanize_seconds(self._config.restart_seconds)
         tails = self._run.tails.values()
         decision = Decision(
@@ -184,7 +171,7 @@ class HungJob:
         self._run.node_source.write_event(event, step=decision.step, attempt=decision.attempt)
 
     def _kill_if_due(self, processes: Collection[JobProcess], now: float) -> None:
-        """Kill the remaining processes: once only stopped ones are left, or after the grace."""
+        """Kill the remaining ranks: once only stopped ones are left, or after the grace period."""
         assert self._kill_at is not None
         remaining = [each for each in processes if (each.pid, each.started) in self._ended]
         if now < self._kill_at and any(each.state != "stopped" for each in remaining):
@@ -194,5 +181,4 @@ class HungJob:
         self._kill_at = None
 
     def _latest_attempt(self) -> int:
-        """Return the latest attempt of the job that hangs."""
         return max((tail.last.attempt for tail in self._run.tails.values()), default=0)

@@ -15,6 +15,7 @@ from trainvitals.clock import Clock
 from trainvitals.errors import UNREADABLE, NewerVersionError, StorageError, VitalsError
 from trainvitals.identity import Identity, Source, new_incarnation
 from trainvitals.io.discovery import write_notice
+from trainvitals.io.journal import mark_journal_closed
 from trainvitals.io.private import read_own, replace_file
 from trainvitals.io.rundir import RunDir, is_full
 from trainvitals.io.spool import Key, Spool
@@ -53,13 +54,13 @@ class OpenJournals:
         self._listed = _read_journals(path)
 
     def add(self, journal: OpenJournal) -> None:
-        """List a journal. May raise OSError."""
+        """List a journal that the agent copies to the spool. May raise OSError."""
         if self._listed.get(journal.folder) != journal:
             self._listed[journal.folder] = journal
             self._write_journals()
 
     def discard(self, folder: str) -> None:
-        """Remove a journal from the list: it is completely in the spool. May raise OSError."""
+        """Remove a journal from the list: the agent has spooled all of it. May raise OSError."""
         if self._listed.pop(folder, None) is not None:
             self._write_journals()
 
@@ -73,6 +74,7 @@ class OpenJournals:
         return missing
 
     def _write_journals(self) -> None:
+        """Write the list of journals that the agent is copying to the spool's disk."""
         replace_file(self._path, msgspec.json.encode(list(self._listed.values())))
 
 
@@ -156,11 +158,10 @@ class ServedRun:
     # ------------------------------------------------------------------------ own rows
 
     def gpu_source(self, uuid: str) -> AgentSource:
-        """Return the source of rows about one GPU."""
+        """Return the agent's source of rows about one GPU of its node."""
         return self._get_or_create_source(Source("gpu", uuid))
 
     def _get_or_create_source(self, source: Source) -> AgentSource:
-        """Return the agent's source of rows about the node or a GPU."""
         key = str(source)
         if key not in self._sources:
             clock = self._facts.clock
@@ -180,7 +181,7 @@ class ServedRun:
         return self._sources[key]
 
     def append(self, raw: bytes) -> bool:
-        """Add a batch to the spool; ``copy`` makes it durable."""
+        """Add a batch to the run's spool on this node; ``copy`` makes it durable."""
         with self._lock:  # the counter is not atomic
             self.num_written += 1
             self._dirty = True
@@ -196,17 +197,17 @@ class ServedRun:
 
     @property
     def clock(self) -> Clock:
-        """Clock of the agent."""
+        """Return the agent's clock, which also times its rows of this run."""
         return self._facts.clock
 
     @property
     def faults(self) -> Faults:
-        """Fault counter of the agent."""
+        """Return the counter of errors that the agent survived."""
         return self._facts.faults
 
     @property
     def in_memory(self) -> bool:
-        """Whether the spool is in the node's memory, because the disk was full."""
+        """Return whether the run's spool is in the node's memory, because the disk was full."""
         return self.spool.directory.parent != self.state_dir.path
 
     def last_seqs(self) -> dict[Key, int]:
@@ -218,14 +219,14 @@ class ServedRun:
 
     @property
     def num_rows(self) -> int:
-        """Rows written to the spool since the agent started."""
+        """Return how many rows the agent has written to the run's spool since its start."""
         return self._num_copied + sum(
             tailer_state.num_rows for tailer_state in list(self._sources.values())
         )
 
     @property
     def num_dropped(self) -> int:
-        """Rows lost before the spool, or refused or dropped by it."""
+        """Return how many rows of the run were lost before the spool, or refused by it."""
         return self.spool.dropped_rows + sum(t.num_dropped for t in list(self.tails.values()))
 
     # ------------------------------------------------------------------------- journals
@@ -266,7 +267,7 @@ class ServedRun:
         log.info("journal found run=%s source=%s", self.run_id, identity.source)
 
     def copy(self) -> int:
-        """Copy new rows into the spool, make them durable, then free them; return their number."""
+        """Copy new journal rows into the spool, make them durable, free them; return how many."""
         faults = self._facts.faults
         num_rows = 0
         for tail in self.tails.values():
@@ -274,7 +275,7 @@ class ServedRun:
                 if tail.is_quiet:
                     # Checked before the copy: all rows of a dead process can then be read.
                     tail.alive = tail.process.alive()
-                num_rows += tail.copy(self)
+                num_rows += tail.copy(self.append)
                 self._report_overflow(tail)
                 if not tail.alive and not tail.removed:
                     self._finish_dead_rank(tail)
@@ -296,7 +297,7 @@ class ServedRun:
         return num_rows
 
     def _sync_spool(self) -> None:
-        """Make the rows in the run's spool durable."""
+        """Make the rows durable that the agent added to the run's spool."""
         if self._dirty:
             self._dirty = False  # before the sync: another thread may append meanwhile
             try:
@@ -307,7 +308,7 @@ class ServedRun:
                 raise
 
     def _finish_dead_rank(self, tail: JournalTail) -> None:
-        """Report a rank that ended without reporting it itself, and close its journal."""
+        """Report a rank of this node that ended without a report, and close its journal."""
         if tail.closed:
             return
         who = tail.identity
@@ -326,10 +327,10 @@ class ServedRun:
             self.node_source.write_event(note, step=tail.last.step, attempt=tail.last.attempt)
             # On disk before the journal is closed: a closed journal means that it was reported.
             self._sync_spool()
-        tail.mark_dead()
+        mark_journal_closed(tail.directory)  # a restarted agent sees that it was reported
 
     def _report_overflow(self, tail: JournalTail) -> None:
-        """Report a rank that writes faster than it is read: at once, and after each doubling."""
+        """Report a rank that writes its journal faster than the agent reads it."""
         num_dropped, num_told = tail.num_dropped, self._overflowed.get(tail.directory, 0)
         if num_dropped <= 2 * num_told:
             return
@@ -343,7 +344,7 @@ class ServedRun:
         self.node_source.write_event(note, step=tail.last.step, attempt=tail.last.attempt)
 
     def report(self, note: Note, *, stores: bool = True) -> None:
-        """Log a note, store it with the run, and write it for the rank's terminal."""
+        """Log a note of the agent, store it with the run, and show it on the rank's terminal."""
         log.warning("%s run=%s", note.text, self.run_id)
         if stores:
             self.node_source.write_event(note)
@@ -360,7 +361,7 @@ class ServedRun:
             del self._of_other_nodes[directory]
             local = self.folder.parent
             other = AgentStateDir(self.run_dir.agent_path(identity.node), local)
-            if not directory.is_dir() or other.is_held():
+            if not directory.is_dir() or other.is_held_by_another():
                 continue
             self._of_other_nodes.clear()
             text = (
@@ -380,7 +381,7 @@ class ServedRun:
             self.node_source.write_event(FindingRaised(finding=finding))
 
     def report_stopped_stream(self, key: Key, text: str) -> None:
-        """Report a stream that the collector does not store."""
+        """Report a stream of the run that the agent sends and the collector does not store."""
         _, incarnation, stream = key
         if incarnation == self.node_source.identity.incarnation:
             # The report would wait behind the rows that it is about.
@@ -404,7 +405,7 @@ class ServedRun:
         self.node_source.write_event(event, step=finding.step, attempt=attempt)
 
     def delete_finished_journals(self) -> None:
-        """Delete journals that are finished and in the spool; shared memory is short."""
+        """Delete journals that have ended and are spooled; the node's shared memory is short."""
         for tail in self.tails.values():
             if not tail.removed and tail.take_end():
                 with self._facts.faults.contained("release"):
@@ -424,37 +425,37 @@ class ServedRun:
 
     @property
     def has_open_journals(self) -> bool:
-        """Whether a rank of this run still writes, or has rows that are not copied yet."""
+        """Return whether a rank on this node still writes, or has rows that are not spooled."""
         return any(not tail.take_end() for tail in self.tails.values())
 
     @property
     def num_living_ranks(self) -> int:
-        """Ranks whose process lives and that have not ended their journal."""
+        """Return how many ranks on this node live and have not ended their journal."""
         living = [t for t in self.tails.values() if t.alive and not t.removed]
         return sum(not tail.closed for tail in living)
 
     def synced(self, directory: Path) -> dict[str, int]:
-        """Return the last sequence number per stream of the journal that is synced in the spool."""
+        """Return the last sequence number per stream of a journal that is durable in the spool."""
         tail = self.tails.get(directory)
         return tail.synced_seqs if tail is not None else {}
 
     @property
     def holds_mailbox(self) -> bool:
-        """Whether rank 0 is here: the mailbox of an earlier start on another node is unused."""
+        """Return whether rank 0 is on this node, so that the agent relays its commands."""
         return bool(self.rank0_incarnation)
 
     @property
     def rank0_incarnation(self) -> str:
-        """Incarnation of rank 0 on this node; "" without one."""
+        """Return the incarnation of rank 0 on this node; "" without one."""
         here = [t.identity for t in self.tails.values() if t.identity.rank == 0 and t.alive]
         return max(here, key=lambda who: who.started_unix_ns).incarnation if here else ""
 
     def acked_number(self) -> int:
-        """Return the number of the latest command that a journal here acknowledged."""
+        """Return the latest command that a rank on this node acknowledged in its journal."""
         return max((tail.last.acked_number for tail in self.tails.values()), default=0)
 
     def close(self) -> None:
-        """Close the spool and release the directory."""
+        """Close the run's spool, and release the agent's directory."""
         with self._facts.faults.contained("spool"):
             is_done = self.in_memory and not self.spool.pending(1)
             self.spool.close()
@@ -464,6 +465,6 @@ class ServedRun:
 
 
 def boot_id() -> str:
-    """Return the id of this boot; empty if the system has none."""
+    """Return the id of the node's boot, to recognize processes of an earlier one."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else ""

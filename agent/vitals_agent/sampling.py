@@ -26,7 +26,7 @@ Spawn = Callable[[str, Callable[[], None]], None]
 
 
 def on_a_thread(name: str, function: Callable[[], None]) -> None:
-    """Run the function on a daemon thread, which does not delay the end of the process."""
+    """Run a sample or another call that may hang on a daemon thread of the agent."""
     threading.Thread(target=function, name=name, daemon=True).start()
 
 
@@ -49,7 +49,7 @@ class DetachedCall(Generic[T]):
         self._outcome: tuple[T | None, Exception | None] | None = None
 
     def start(self, now: float) -> bool:
-        """Start a call; return False if the last one is in progress, or its result is pending."""
+        """Start a sample that may hang; return False while the last one is in progress."""
         if self._begun is not None:
             return False
         self._begun = now
@@ -61,7 +61,7 @@ class DetachedCall(Generic[T]):
         return True
 
     def pop_result(self) -> T | None:
-        """Return a finished call's result, once, or raise its error; None if there is none."""
+        """Return a finished GPU sample once, or raise its error; None if there is none."""
         if self._outcome is None:
             return None
         (result, error), self._outcome, self._begun = self._outcome, None, None
@@ -70,10 +70,11 @@ class DetachedCall(Generic[T]):
         return result
 
     def seconds_out(self, now: float) -> float:
-        """Return the duration of a call in progress; 0 if there is none."""
+        """Return for how long a GPU sample has been in progress; 0 if none is."""
         return 0.0 if self._begun is None or self._outcome is not None else now - self._begun
 
     def _run(self) -> None:
+        """Call the GPU driver, and store the sample or the error for the agent."""
         try:
             self._outcome = (self._call(), None)
         except Exception as error:  # noqa: BLE001 - raised by ``pop_result``
@@ -131,7 +132,7 @@ class Sampling:
             self._asking.start(now)
 
     def write_gpu_samples(self, runs: Iterable[ServedRun], now: float) -> None:
-        """Write the GPUs' values since the last call, or that they no longer respond."""
+        """Write the GPU samples since the last call, or report that the driver hangs."""
         with self._faults.contained("sampler.gpu"):
             active = [run for run in runs if run.has_open_journals]
             try:
@@ -148,16 +149,16 @@ class Sampling:
                 self._report_driver_hang(active)
 
     def forget(self, run_id: str) -> None:
-        """Discard the state of a run after its release."""
+        """Discard the sampling state of a run that the agent released."""
         self._noted.pop(run_id, None)
 
     def close(self) -> None:
-        """Release the GPUs, without waiting: that call may hang too."""
+        """Release the GPUs at the agent's end, without waiting: that call may hang too."""
         if not self.hung:
             self._spawn("vitals-agent-gpu-close", self._gpu.close)
 
     def _sample_ranks(self, run: ServedRun) -> None:
-        """Write one row about each rank's process: CPU time, memory, I/O."""
+        """Write a sample of each rank's process on this node: CPU time, memory, I/O."""
         rows: list[dict[str, Value]] = []
         for tail in run.tails.values():
             if not tail.removed:
@@ -167,7 +168,7 @@ class Sampling:
         run.node_source.sample(PROCESS_SCHEMA, rows)
 
     def _write_gpus(self, run: ServedRun, report: GpuReport) -> None:
-        """Write the GPU rows of a round; report lost GPUs and Xid errors."""
+        """Write a round of GPU samples into the run; report lost GPUs and Xid errors."""
         for sample in report.samples:
             source = run.gpu_source(sample.uuid)
             source.sample(GPU_SCHEMA, [sample.values], taken=report.taken)
@@ -185,6 +186,7 @@ class Sampling:
     # ------------------------------------------------------------------------ a driver that hangs
 
     def _report_driver_hang(self, active: Iterable[ServedRun]) -> None:
+        """Report to the runs of this node that the GPU driver hangs."""
         if not self.hung:
             self.gpus = {}  # the latest values are outdated
             asking = self._gpu.asking
@@ -194,6 +196,7 @@ class Sampling:
             self._report_once(run, Note(code="gpu_hung", text=text, severity="error"))
 
     def _report_driver_back(self, active: Iterable[ServedRun]) -> None:
+        """Report to the runs of this node that the GPU driver responds again."""
         if self.hung:
             self.hung = ""
             for run in active:

@@ -31,7 +31,7 @@ from trainvitals.errors import (
     VitalsError,
     WriterKeyError,
 )
-from trainvitals.io.spool import SpoolPosition
+from trainvitals.io.spool import Key, Spool, SpoolPosition
 from trainvitals.wire import IngestReply, decode_batch
 from vitals_agent.backoff import BacklogRateLimit, Backoff
 from vitals_agent.faults import Faults
@@ -47,8 +47,6 @@ MAX_RETRY_SECONDS = 60.0
 MIN_TOLD_TRIES = 8
 """Refusals of one batch, about two minutes, before a report: most problems end sooner."""
 
-Key = tuple[str, str, str]
-
 
 class IngestClient(Protocol):
     """The shipper's interface of a collector."""
@@ -56,48 +54,14 @@ class IngestClient(Protocol):
     def ingest_all(
         self, raws: Sequence[bytes], *, asks: bool = False, writer_key: str = ""
     ) -> Sequence[IngestReply]:
-        """Store batches and reply to each; raise a VitalsError if none was accepted.
+        """Send the agent's batches to the collector; return one reply per batch.
 
         With ``asks`` a batch after a gap is not stored, but gets a reply with ``from_seq``.
         """
         ...
 
     def drop(self) -> None:
-        """Close the connections: the other side cannot be trusted."""
-        ...
-
-
-class ShippedSpool(Protocol):
-    """The shipper's interface of a spool."""
-
-    @property
-    def acked(self) -> SpoolPosition:
-        """Position up to which everything is acknowledged."""
-        ...
-
-    @property
-    def kept_from(self) -> SpoolPosition:
-        """Start of the batches still stored, acknowledged or not."""
-        ...
-
-    def last_seqs(self) -> dict[Key, int]:
-        """Return the last durable sequence number by stream."""
-        ...
-
-    def newest_seq(self, key: Key) -> int:
-        """Return the last sequence number of a stream that was ever added."""
-        ...
-
-    def last_acked(self) -> bytes | None:
-        """Return the latest acknowledged batch, if it is still stored."""
-        ...
-
-    def read(self, start: SpoolPosition) -> Iterator[tuple[SpoolPosition, bytes]]:
-        """Yield the batches after ``start``, each with the position after it."""
-        ...
-
-    def ack(self, position: SpoolPosition) -> None:
-        """Release everything before ``position``."""
+        """Close the agent's connections: the server is not the collector that it trusts."""
         ...
 
 
@@ -149,8 +113,8 @@ class _ShippingProgress:
     is_new: bool = True
     """Whether the collector may be another one, or may have lost rows since the last request."""
 
-    def is_done(self, sent: _InFlightBatch, spool: ShippedSpool) -> bool:
-        """Return whether a batch is complete: durable, quarantined, or dropped by a full spool."""
+    def is_done(self, sent: _InFlightBatch, spool: Spool) -> bool:
+        """Return whether a sent batch is durable, quarantined, or dropped by a full spool."""
         return self.is_settled(sent) or sent.end <= spool.acked
 
     def is_withheld(self, batch: _InFlightBatch) -> bool:
@@ -158,7 +122,7 @@ class _ShippingProgress:
         return batch.key in self.stopped or self.is_settled(batch)
 
     def advance_past(self, batch: _InFlightBatch) -> None:
-        """Advance past a batch; it stays pending until it is done.
+        """Advance past a batch of the spool; it stays pending until it is done.
 
         Not for a batch after the one that its stream waits for: it is read again later.
         """
@@ -167,8 +131,8 @@ class _ShippingProgress:
             self.unacked.append(batch)
         self.cursor = batch.end
 
-    def record_durable(self, sent: _InFlightBatch, durable_seq: int, spool: ShippedSpool) -> bool:
-        """Record the durable number of a stream; return False if it is above all added rows."""
+    def record_durable(self, sent: _InFlightBatch, durable_seq: int, spool: Spool) -> bool:
+        """Record how much of a stream the collector has; False if more than was spooled."""
         key = sent.key
         inherited = self.inherited.get(key, -1)
         if inherited is None:
@@ -179,31 +143,31 @@ class _ShippingProgress:
         return True
 
     def rewind(self, position: SpoolPosition) -> None:
-        """Read the batches after the position again."""
+        """Read the spool's batches after the position again, to resend them."""
         self.cursor = min(position, self.cursor)
         self.all_sent = False
         while self.unacked and self.unacked[-1].end > position:
             self.unacked.pop()
 
-    def reread_spool(self, spool: ShippedSpool) -> None:
-        """Read everything still in the spool again."""
+    def reread_spool(self, spool: Spool) -> None:
+        """Resend everything still in the spool, because the collector lost rows."""
         self.is_rereading, self.last_reread, self.is_resumed = True, None, False
         self.reread_from = spool.kept_from
         self.durable.clear()
         self.rewind(self.reread_from)
 
     def note_reread(self, group: Sequence[_InFlightBatch]) -> None:
-        """Record that everything up to the end of this group is stored in the collector, if so."""
+        """Note that the collector has the reread spool up to this group's end, if it does."""
         begins = self.reread_from if self.last_reread is None else self.last_reread.end
         if begins == group[0].start and all(map(self.is_settled, group)):
             self.last_reread = group[-1]
 
     def is_settled(self, batch: _InFlightBatch) -> bool:
-        """Return whether the collector has the batch, or will never accept it."""
+        """Return whether the collector has the sent batch, or will never accept it."""
         return batch.last_seq <= self.durable.get(batch.key, -1) or batch.end in self.quarantined
 
-    def start_over(self, spool: ShippedSpool) -> None:
-        """Discard all replies of the collector, which may have lost the rows."""
+    def start_over(self, spool: Spool) -> None:
+        """Discard the collector's replies on sent batches: it may have lost the rows."""
         self.unacked.clear()
         self.durable.clear()
         self.searched.clear()
@@ -250,8 +214,8 @@ class Shipper:
         self._on_stopped = on_stopped
         self._progress: dict[str, _ShippingProgress] = {}
 
-    def ship(self, run_id: str, spool: ShippedSpool, now: float, writer_key: str = "") -> None:
-        """Send the new batches of the spool, as long as the budget and the pace allow."""
+    def ship(self, run_id: str, spool: Spool, now: float, writer_key: str = "") -> None:
+        """Send a spool's new batches, as long as the time budget and the rate limit allow."""
         if not self._backoff.due(now):
             return
         progress = self._progress.get(run_id)
@@ -283,12 +247,12 @@ class Shipper:
                 progress.start_over(spool)
 
     def drained(self, run_id: str) -> bool:
-        """Return whether the collector holds everything that was in the spool at the last call."""
+        """Return whether the collector has everything that the spool held at the last call."""
         progress = self._progress.get(run_id)
         return progress is not None and progress.all_sent and not progress.unacked
 
     def forget(self, run_id: str) -> None:
-        """Discard the state of a run after its release."""
+        """Discard the shipping progress of a run that the agent released."""
         self._progress.pop(run_id, None)
 
     def _note_failure(self, progress: _ShippingProgress, error: VitalsError, now: float) -> None:
@@ -304,7 +268,7 @@ class Shipper:
 
     # -------------------------------------------------------------------------- sending
 
-    def _send_spool(self, progress: _ShippingProgress, spool: ShippedSpool, now: float) -> None:
+    def _send_spool(self, progress: _ShippingProgress, spool: Spool, now: float) -> None:
         """Send a spool's new batches until the time or the rate is used up."""
         progress.all_sent = False
         began = self._stopwatch()
@@ -330,11 +294,11 @@ class Shipper:
     def _send_together(
         self,
         progress: _ShippingProgress,
-        spool: ShippedSpool,
+        spool: Spool,
         group: list[tuple[_InFlightBatch, bytes]],
         now: float,
     ) -> bool:
-        """Send the batches that are due; False: the collector lacks acknowledged rows."""
+        """Send the spooled batches that are due; False: the collector lacks acknowledged rows."""
         to_send = [each for each in group if not progress.is_withheld(each[0])]
         replies: dict[SpoolPosition, IngestReply] = {}
         if to_send:
@@ -360,18 +324,19 @@ class Shipper:
     def _ingest(
         self, progress: _ShippingProgress, raws: Sequence[bytes], *, asks: bool = False
     ) -> Sequence[IngestReply]:
+        """Send spooled batches of a run to the collector, with the agent's writer key."""
         return self._client.ingest_all(raws, asks=asks, writer_key=progress.writer_key)
 
     def _process_reply(
         self,
         progress: _ShippingProgress,
-        spool: ShippedSpool,
+        spool: Spool,
         sent: _InFlightBatch,
         raw: bytes,
         reply: IngestReply,
         now: float,
     ) -> bool:
-        """Process the reply to one batch; False if earlier rows must be sent first."""
+        """Process the collector's reply to a sent batch; False if earlier rows must go first."""
         if reply.code.startswith(NewerVersionError.code[:3]):
             raise NewerVersionError(reply.text, code=reply.code)
         if sent.key in progress.stopped and (reply.code or reply.from_seq >= 0):
@@ -398,7 +363,7 @@ class Shipper:
     def _record_durable(
         self,
         progress: _ShippingProgress,
-        spool: ShippedSpool,
+        spool: Spool,
         sent: _InFlightBatch,
         reply: IngestReply,
         now: float,
@@ -420,7 +385,7 @@ class Shipper:
 
     # ------------------------------------------------------- refused and missing batches
 
-    def _check_latest_stored(self, progress: _ShippingProgress, spool: ShippedSpool) -> None:
+    def _check_latest_stored(self, progress: _ShippingProgress, spool: Spool) -> None:
         """Send the latest acknowledged batch to a collector that was down, to detect lost rows."""
         if not progress.is_new:
             return
@@ -441,7 +406,7 @@ class Shipper:
     def _stop_stream(
         self, progress: _ShippingProgress, sent: _InFlightBatch, reply: IngestReply, now: float
     ) -> None:
-        """Stop a stream whose batch was refused, until it is stored or quarantined."""
+        """Stop sending a stream whose batch the collector refused, until it is stored."""
         stopped = progress.stopped.setdefault(sent.key, _StoppedStream(sent, 0, now))
         stopped.num_tries += 1
         seconds = REFRESH_SECONDS * 2 ** (stopped.num_tries - 1)
@@ -460,13 +425,13 @@ class Shipper:
             self._quarantine(progress, sent)
 
     def _quarantine(self, progress: _ShippingProgress, sent: _InFlightBatch) -> None:
-        """Quarantine a batch that the collector never accepts, so that later ones can be sent."""
+        """Quarantine a spooled batch that the collector never accepts, to send later ones."""
         self.num_refused_rows += sent.num_rows
         progress.quarantined.add(sent.end)
         progress.searched[sent.key] = sent.last_seq - sent.num_rows + 1  # only this spool had it
         progress.stopped.pop(sent.key, None)
 
-    def _try_again(self, progress: _ShippingProgress, spool: ShippedSpool, now: float) -> None:
+    def _try_again(self, progress: _ShippingProgress, spool: Spool, now: float) -> None:
         """Resend refused batches that are due; a stream continues once its own batch is stored."""
         for key, stopped in list(progress.stopped.items()):
             if now < stopped.due:
@@ -483,12 +448,11 @@ class Shipper:
     def _resend_batch(
         self,
         progress: _ShippingProgress,
-        spool: ShippedSpool,
+        spool: Spool,
         sent: _InFlightBatch,
         raw: bytes,
         now: float,
     ) -> None:
-        """Send a refused batch to the collector again."""
         self.num_resent_batches += 1
         try:
             # Without a query: all earlier batches were sent before it.
@@ -506,10 +470,8 @@ class Shipper:
 
     # -------------------------------------------------------------------- acknowledgements
 
-    def _query_durable_seqs(
-        self, progress: _ShippingProgress, spool: ShippedSpool, now: float
-    ) -> None:
-        """Query the durable numbers, if no new batch is sent whose reply would contain them.
+    def _query_durable_seqs(self, progress: _ShippingProgress, spool: Spool, now: float) -> None:
+        """Query what the collector has stored, by resending each stream's oldest batch.
 
         The query is the oldest batch of each stream again: the store knows it already.
         """
@@ -526,9 +488,7 @@ class Shipper:
                 reply = self._ingest(progress, [raw])[0]
                 self._record_durable(progress, spool, waiting, reply, now)
 
-    def _ack_settled_batches(
-        self, progress: _ShippingProgress, spool: ShippedSpool, now: float
-    ) -> None:
+    def _ack_settled_batches(self, progress: _ShippingProgress, spool: Spool, now: float) -> None:
         """Release the spooled batches that the collector has, or never accepts."""
         # Settled batches of a stopped stream are not pending: they would fill the window.
         waiting = deque(each for each in progress.unacked if not progress.is_done(each, spool))
@@ -540,21 +500,21 @@ class Shipper:
             progress.durable.clear()
 
 
-def _read_batch(spool: ShippedSpool, batch: _InFlightBatch) -> bytes | None:
-    """Return the batch from the spool; None if the spool was full and dropped it."""
+def _read_batch(spool: Spool, batch: _InFlightBatch) -> bytes | None:
+    """Read a batch to send from the spool; None if the spool was full and dropped it."""
     read = next(spool.read(batch.start), None)
     return read[1] if read is not None and read[0] == batch.end else None
 
 
 def _refusal_reply(error: FormatError) -> IngestReply:
-    """Return the error of a refused batch as a reply."""
+    """Return the error of a batch that the collector refused as a reply to the agent."""
     return IngestReply(durable_seq=-1, num_new=0, num_duplicate=0, code=error.code, text=error.text)
 
 
 def _group_batches(
-    spool: ShippedSpool, start: SpoolPosition, max_bytes: int
+    spool: Spool, start: SpoolPosition, max_bytes: int
 ) -> Iterator[list[tuple[_InFlightBatch, bytes]]]:
-    """Yield the batches after ``start`` in groups that are sent together."""
+    """Yield the spool's batches after ``start`` in groups that are sent together."""
     group: list[tuple[_InFlightBatch, bytes]] = []
     num_bytes = 0
     for end, raw in spool.read(start):

@@ -62,6 +62,7 @@ class AgentSource:
         self._write_batch(EVENT_SCHEMA, rows)
 
     def _write_batch(self, schema: Schema, rows: Sequence[Sequence[Value]]) -> None:
+        """Put rows of the agent itself into the run's spool, and count them if that fails."""
         if not rows:
             return
         with self._lock:

@@ -82,7 +82,7 @@ class StackTaker:
         self._question: _StackRequest | None = None
 
     def start_request(self, number: int, *, num_here: int, num_ranks: int) -> None:
-        """Start an operator's request; then call ``ask`` for each rank.
+        """Start an operator's request for stacks on this node; then call ``ask`` for each rank.
 
         Args:
             number: number of the command.
@@ -94,7 +94,7 @@ class StackTaker:
     def ask(
         self, tail: JournalTail, word: Heartbeat, state: ProcessState, *, step: int, number: int = 0
     ) -> None:
-        """Have a hanging rank's stack written, by a signal or by py-spy."""
+        """Have a rank on this node write its stack, by a signal or by py-spy."""
         pending = _PendingStack(tail, word, step, number)
         if state in _CANNOT:
             if number:
@@ -118,7 +118,7 @@ class StackTaker:
             self._spawn("vitals-agent-stacks", lambda: _dump_stacks(program, pid, path))
 
     def collect(self) -> None:
-        """Store the stacks written since; give up ranks that write nothing."""
+        """Store the stacks that this node's ranks wrote; give up ranks that write nothing."""
         for directory, pending in list(self._pending.items()):
             pending.num_looks += 1
             is_last = pending.num_looks > MAX_LOOKS
@@ -136,6 +136,7 @@ class StackTaker:
         self._acknowledge()
 
     def _report_stack(self, pending: _PendingStack, text: str, why: str) -> None:
+        """Write a rank's stack, or why the agent has none, into the run."""
         tail, question = pending.tail, self._question
         if question is not None and question.number == pending.number:
             question.num_answered += bool(text)
@@ -150,7 +151,7 @@ class StackTaker:
         self._run.node_source.write_event(event, step=pending.step, attempt=tail.last.attempt)
 
     def _acknowledge(self) -> None:
-        """Respond to the operator's command, on rank 0's node, once everything was reported."""
+        """Acknowledge the operator's request for stacks, on rank 0's node, at its end."""
         question = self._question
         if question is None:
             return
@@ -167,7 +168,7 @@ class StackTaker:
 
 
 def _collectives(directory: Path) -> tuple[str, ...]:
-    """Return the last collectives in a hanging rank's flight recorder, as lines."""
+    """Return the last collectives of a rank that hangs, from its flight recorder's file."""
     try:
         calls = msgspec.json.decode(read_own(directory / COLLECTIVES_FILE), type=list[_Collective])
     except (OSError, VitalsError, *UNREADABLE):
@@ -187,7 +188,7 @@ class _Collective(msgspec.Struct, frozen=True):
 
 
 def _dump_stacks(program: str, pid: int, path: Path) -> None:
-    """Let py-spy write the stacks; without permission for the process, nothing is written."""
+    """Have py-spy write the stacks of a rank that hangs; nothing without its permission."""
     done = subprocess.run(
         [program, "dump", "--pid", str(pid)], capture_output=True, timeout=10.0, check=False
     )

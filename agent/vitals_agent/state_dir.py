@@ -52,7 +52,7 @@ class AgentStateDir:
             exclude each other, and two nodes must not have the same name.
     """
 
-    def __init__(self, path: Path, local: Path | None = None) -> None:
+    def __init__(self, path: Path, local: Path) -> None:
         self.path = path
         self.in_memory = False
         """Whether the lock, or a file, is in the node's memory, because the disk was full."""
@@ -61,7 +61,7 @@ class AgentStateDir:
         self._lock_fd: int | None = None
 
     def acquire(self) -> None:
-        """Take the lock; in the node's memory if the disk is full.
+        """Lock the directory for this agent; in the node's memory if the disk is full.
 
         Raises:
             UsageError: another agent holds it.
@@ -70,13 +70,13 @@ class AgentStateDir:
         try:
             fd = self._open_lock_file()
         except StorageError as error:
-            if self._local is None or not is_full(error):
+            if not is_full(error):
                 raise
-            self._lock_fd = self._lock_in_memory(self._local)
+            self._lock_fd = self._lock_in_memory()
             self._is_lock_local = self.in_memory = True
             return
         try:
-            if self._local is not None and _is_locked(self._memory_lock_path(self._local)):
+            if _is_locked(self._memory_lock_path):
                 raise self._lock_error(BlockingIOError())  # it started while the disk was full
         except BaseException:
             os.close(fd)
@@ -97,20 +97,19 @@ class AgentStateDir:
             self._lock_fd = fd
         self._is_lock_local = self.in_memory = False
 
-    def is_held(self) -> bool:
-        """Return whether an agent of this node currently serves the directory."""
-        locks = [self.path / "agent.lock"]
-        if self._local is not None:
-            locks.append(self._memory_lock_path(self._local))
-        return any(map(_is_locked, locks))
-
     @property
     def memory_path(self) -> Path:
-        """Path of the directory in the node's memory that replaces this one."""
-        assert self._local is not None, "the agent has a private folder in memory"
-        return self._memory_lock_path(self._local).with_suffix("")
+        """Return the directory in the node's memory that the agent uses while the disk is full."""
+        return self._memory_lock_path.with_suffix("")
+
+    @property
+    def _memory_lock_path(self) -> Path:
+        """Return the lock file in the node's memory that stands for the directory's."""
+        name = hashlib.sha256(str(self.path).encode()).hexdigest()[:16]
+        return self._local / f"agent-{name}.lock"
 
     def _open_lock_file(self) -> int:
+        """Create the agent's directory, and open the file that it locks."""
         try:
             self.path.parent.parent.mkdir(parents=True, exist_ok=True)
             ensure_own_dir(ensure_own_dir(self.path.parent) / self.path.name)
@@ -122,20 +121,21 @@ class AgentStateDir:
             ) from error
 
     def _lock_or_take_local(self, fd: int) -> int:
-        """Lock the open file; lock one in the node's memory if the file system has no locks."""
+        """Lock the agent's file; lock one in memory if the file system has no locks."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(fd)
-            if error.errno not in _NO_LOCKS or self._local is None:
+            if error.errno not in _NO_LOCKS:
                 raise self._lock_error(error) from error
             log.warning("%s: no locks (%s); the node's own is taken", self.path, error.strerror)
-            return self._lock_in_memory(self._local) if self._lock_fd is None else self._lock_fd
+            return self._lock_in_memory() if self._lock_fd is None else self._lock_fd
         return fd
 
-    def _lock_in_memory(self, local: Path) -> int:
+    def _lock_in_memory(self) -> int:
+        """Lock a file in the node's memory for this agent; return its descriptor."""
         try:
-            fd = open_private(self._memory_lock_path(local), os.O_RDWR | os.O_CREAT)
+            fd = open_private(self._memory_lock_path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise self._lock_error(error) from error
         try:
@@ -144,19 +144,11 @@ class AgentStateDir:
             os.close(fd)
             raise self._lock_error(error) from error
         return fd
-
-    def _memory_lock_path(self, local: Path) -> Path:
-        """Return the lock file in the node's memory that stands for the directory's."""
-        name = hashlib.sha256(str(self.path).encode()).hexdigest()[:16]
-        return local / f"agent-{name}.lock"
 
     def is_held_by_another(self) -> bool:
         """Return whether another agent has the directory, or may have it; changes nothing."""
-        paths = [self.path / "agent.lock"]
-        if self._local is not None:
-            paths.append(self._memory_lock_path(self._local))
         num_free = 0
-        for path in paths:
+        for path in (self.path / "agent.lock", self._memory_lock_path):
             try:
                 if _is_locked(path):
                     return True
@@ -181,13 +173,8 @@ class AgentStateDir:
             hint="put --dir on a file system with flock",
         )
 
-    @property
-    def is_locked(self) -> bool:
-        """Whether this agent holds the directory."""
-        return self._lock_fd is not None
-
     def load_or_create_token(self, configured: str = "") -> str:
-        """Return the token for ``/metrics``: the given one, or one that is created and stored."""
+        """Return the token for the agent's ``/metrics``: configured, stored or new."""
         path = self.path / TOKEN_FILE
         try:
             stored = _read_private(self.token_file).strip()
@@ -199,14 +186,13 @@ class AgentStateDir:
         return token
 
     def load_or_create_writer_key(self) -> str:
-        """Return the key that the collector requires of later batches of the same writers.
+        """Return the key that the agent sends with its batches, so that no other writer can.
 
         Stored with the spool: an agent that continues the spool must send the same key.
         """
         try:
-            disk_key = key = _read_private(self.path / WRITER_KEY_FILE).strip()
-            if not key and self._local is not None:
-                key = _read_private(self.memory_path / WRITER_KEY_FILE).strip()
+            disk_key = _read_private(self.path / WRITER_KEY_FILE).strip()
+            key = disk_key or _read_private(self.memory_path / WRITER_KEY_FILE).strip()
         except OSError as error:
             raise StorageError(f"{self.path}: cannot be read: {error.strerror}") from error
         key = key or secrets.token_hex(32)
@@ -216,9 +202,9 @@ class AgentStateDir:
 
     @property
     def token_file(self) -> Path:
-        """Path of the token."""
+        """Return the file with the token for the agent's ``/metrics``."""
         path = self.path / TOKEN_FILE
-        return path if path.exists() or self._local is None else self.memory_path / TOKEN_FILE
+        return path if path.exists() else self.memory_path / TOKEN_FILE
 
     def destination(self) -> str:
         """Return the collector that the rows here are for; empty if our agents stored none."""
@@ -231,15 +217,14 @@ class AgentStateDir:
             return ""
 
     def set_destination(self, collector: str) -> None:
-        """Record the collector: another agent may have to send rows that this one cannot."""
+        """Record the collector: another agent may have to send the rows of this spool."""
         if self.destination() != collector:
             self._write(DESTINATION_FILE, f"{collector}\n".encode())
 
     def num_waiting(self, most: int | None = None) -> int:
-        """Return the number of rows in the spool without an acknowledgement; needs no lock.
+        """Return how many spooled rows the collector has not acknowledged; needs no lock.
 
-        Args:
-            most: stop to count there.
+        ``most`` is the number at which counting stops.
 
         Raises:
             OSError: the spool cannot be read.
@@ -253,7 +238,7 @@ class AgentStateDir:
         return num_rows
 
     def publish(self, info: AgentInfo) -> None:
-        """Write ``agent.json`` atomically."""
+        """Write ``agent.json`` atomically: how to reach this node's agent."""
         self._write("agent.json", msgspec.json.encode(info) + b"\n")
 
     def _write(self, name: str, raw: bytes) -> None:
@@ -262,26 +247,25 @@ class AgentStateDir:
             try:
                 replace_file(self.path / name, raw, mode=0o600)
             except OSError as error:
-                if self._local is None or not is_full(error):
+                if not is_full(error):
                     raise StorageError(f"{self.path / name}: {error.strerror}") from error
                 self.in_memory = True
         if self.in_memory:
             replace_file(ensure_private_dir(self.memory_path) / name, raw, mode=0o600)
 
     def release(self) -> None:
-        """Release the directory; the lock file stays: removing it would let two agents in."""
+        """Release the agent's lock; its file stays: removing it would let two agents in."""
         if self._lock_fd is not None:
-            (self.path / "agent.json").unlink(missing_ok=True)
-            if self._local is not None:
-                (self.memory_path / "agent.json").unlink(missing_ok=True)
+            for folder in (self.path, self.memory_path):
+                (folder / "agent.json").unlink(missing_ok=True)
             os.close(self._lock_fd)
             self._lock_fd = None
 
     def _describe_lock_holder(self) -> str:
+        """Describe the agent that already serves the directory on this node."""
         try:
             path = self.path / "agent.json"
-            if not path.exists() and self._local is not None:
-                path = self.memory_path / "agent.json"
+            path = path if path.exists() else self.memory_path / "agent.json"
             info = msgspec.json.decode(read_own(path), type=AgentInfo)
         except (OSError, VitalsError, *UNREADABLE):
             return "another agent"  # it is just starting
@@ -289,7 +273,7 @@ class AgentStateDir:
 
 
 def _read_private(path: Path) -> str:
-    """Return the file's content; empty if it does not exist."""
+    """Read a file of the agent's state; "" if it does not exist."""
     try:
         fd = open_private(path)
     except FileNotFoundError:
@@ -298,7 +282,7 @@ def _read_private(path: Path) -> str:
 
 
 def _is_locked(path: Path) -> bool:
-    """Return whether any process holds the lock; a missing file is not locked."""
+    """Return whether a living agent holds this lock; a missing file is not locked."""
     try:
         fd = open_private(path, os.O_RDWR)
     except FileNotFoundError:

@@ -4,14 +4,13 @@ It also keeps the latest state of a rank: the values for ``/metrics``, its clean
 acknowledgements of commands.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from trainvitals.detect.registry import countable_cause
 from trainvitals.identity import Identity
-from trainvitals.io.journal import JournalReader, mark_journal_closed
+from trainvitals.io.journal import JournalReader
 from trainvitals.io.segments import CLOSED
 from trainvitals.records import (
     BAD_GRADIENTS,
@@ -50,12 +49,12 @@ class JournalSummary:
 
     @property
     def values(self) -> dict[str, Value]:
-        """The last step's row by column; unpacked on access, which is rare."""
+        """Return the last step's row of the rank's journal, by column, for ``/metrics``."""
         newest = self._newest
         return {} if newest is None else newest[0].unpack(newest[1])
 
     def observe(self, batch: Batch) -> None:
-        """Take in one batch of the journal."""
+        """Add a batch that the agent read from the journal to the rank's latest state."""
         if batch.header.stream == "steps":
             self._observe_steps(batch)
         elif batch.header.stream == "events":
@@ -64,6 +63,7 @@ class JournalSummary:
                     self._observe_event(row.event)
 
     def _observe_steps(self, batch: Batch) -> None:
+        """Update step and counters for ``/metrics`` from a journal's rows of steps."""
         schema, rows = batch.header.stream_schema, batch.rows
         last = len(rows) - schema.row_size
         self._newest = (schema, rows[last:])
@@ -77,6 +77,7 @@ class JournalSummary:
             self.num_nonfinite += bool(integers.unpack_at("verdict", rows, start) & _BAD)
 
     def _observe_event(self, event: Event) -> None:
+        """Update the rank's state from an event that the agent read in its journal."""
         if isinstance(event, RunEnded):
             self.ended = event.state
         elif isinstance(event, CommandAcknowledged):
@@ -105,7 +106,7 @@ class _Integers:
                 self._places[name] = (valid, index % 8, int(fields[f"c{index}"][1]))
 
     def unpack_at(self, name: str, rows: bytes, start: int) -> int:
-        """Return the integer of the row that begins at ``start``."""
+        """Return the integer of the journal row that starts at ``start``."""
         if name not in self._places:
             return 0
         valid, bit, offset = self._places[name]
@@ -115,7 +116,7 @@ class _Integers:
 
 
 def _increment_cause(counts: dict[str, int], cause: str) -> dict[str, int]:
-    """Return the counts with one more; other names would create an unlimited number of labels."""
+    """Increment a cause's count for ``/metrics``; unknown names count as one label."""
     is_name = cause.isascii() and cause.replace("_", "").isalnum() and len(cause) <= 40
     key = cause if is_name else "other"
     return {**counts, key: counts.get(key, 0) + 1}
@@ -128,21 +129,10 @@ MAX_READS_PER_CYCLE = 64
 ROWS_PER_READ = 1024
 
 
-class BatchSink(Protocol):
-    """Destination of batches."""
-
-    def append(self, raw: bytes) -> bool:
-        """Write one batch at the end; False if it was refused permanently, and counted."""
-        ...
-
-
 class JournalTail:
     """Copies one rank's journal to the spool.
 
-    Args:
-        directory: directory of the journal.
-        identity: identity of its writer.
-        resume: last sequence number per stream that the spool already has.
+    ``resume`` has the last sequence number per stream that the spool already has.
     """
 
     def __init__(self, directory: Path, identity: Identity, resume: dict[str, int]) -> None:
@@ -165,7 +155,7 @@ class JournalTail:
         self._observed: dict[str, int] = {}
         self._reader.resume_after(resume)
 
-    def copy(self, sink: BatchSink) -> int:
+    def copy(self, append: Callable[[bytes], object]) -> int:
         """Append a rank's new rows to the spool; after an error, read them again."""
         if not self.directory.is_dir():
             self.removed = True  # deleted by another process: nothing is left to copy
@@ -176,7 +166,7 @@ class JournalTail:
             batches = self._reader.read(max_rows=ROWS_PER_READ)
             for batch in batches:
                 try:
-                    sink.append(encode_batch(batch.header, batch.rows))
+                    append(encode_batch(batch.header, batch.rows))
                 except Exception:
                     unknown = {each.header.stream: -1 for each in batches}
                     self._reader.resume_after({**unknown, **self._appended})
@@ -192,16 +182,14 @@ class JournalTail:
 
     @property
     def appended(self) -> Iterable[str]:
-        """The streams with appended rows."""
+        """Return the journal's streams from which rows were appended to the spool."""
         return self._appended.keys()
 
     def release_synced(self, durable: Mapping[str, int]) -> None:
-        """Free durable rows in the journal, and read rows again that were appended but are not.
+        """Free journal rows that are durable in the spool; read the others again.
 
-        Call only after the spool's ``sync`` returned.
-
-        Args:
-            durable: last synced sequence number of each stream in the spool.
+        Call only after the spool's ``sync`` returned. ``durable`` has the last synced sequence
+        number of each stream in the spool.
         """
         is_whole = True
         for stream, seq in self._appended.items():
@@ -216,11 +204,11 @@ class JournalTail:
 
     @property
     def synced_seqs(self) -> dict[str, int]:
-        """Last synced sequence number of each stream in the spool."""
+        """Return the last journal row of each stream that is durable in the spool."""
         return dict(self._synced)
 
     def reread_unsynced(self) -> None:
-        """Read rows again that may not be on disk; a row twice in the spool counts once."""
+        """Read journal rows again that may not be on the spool's disk."""
         self.is_quiet = True
         unknown = dict.fromkeys(self._appended, -1)
         self._reader.resume_after({**unknown, **self._synced})
@@ -228,24 +216,20 @@ class JournalTail:
 
     @property
     def num_dropped(self) -> int:
-        """Rows that the writer dropped before they could be read."""
+        """Return how many journal rows the agent could not read."""
         return self._reader.dropped
 
     @property
     def closed(self) -> bool:
-        """Whether the journal has ended, according to its writer or an agent."""
+        """Return whether the rank has ended its journal, or the agent has closed it."""
         return (self.directory / CLOSED).exists()
 
     def take_end(self) -> bool:
-        """Return whether the writer ended or was marked dead, and all its rows are in the spool."""
+        """Return whether the rank ended or was marked dead, and all its rows are spooled."""
         return self.removed or (self._reader.take_end() and self._appended == self._synced)
 
-    def mark_dead(self) -> None:
-        """Close the journal of a dead writer: a restarted agent sees that it was reported."""
-        mark_journal_closed(self.directory)
-
     def remove(self) -> None:
-        """Delete the journal from shared memory; call when it is finished."""
+        """Delete a journal that is completely spooled from the node's shared memory."""
         for stream in self._synced:
             self._reader.release(stream, self._synced[stream])
         self._reader.remove()
@@ -254,6 +238,7 @@ class JournalTail:
             self.process_values = {}  # training has ended, so its values are no longer a rank's
 
     def _observe_new_rows(self, batch: Batch) -> None:
+        """Add rows that the agent reads for the first time to the rank's latest state."""
         stream, last = batch.header.stream, batch.header.last_seq
         if (
             self._observed.get(stream, -1) < last
@@ -276,7 +261,7 @@ def journal_identity(directory: Path) -> Identity | None:
 
 
 def num_unsynced_rows(directory: Path, synced: dict[str, int]) -> int:
-    """Return the number of rows in a journal that are not synced in a spool."""
+    """Return how many rows of a journal the agent has not made durable in its spool."""
     rest = JournalReader(directory)
     rest.resume_after(synced)
     num_rows = 0

@@ -16,6 +16,7 @@ from vitals_bench.numbers.commits import Case, Fleet, stored
 from vitals_bench.rows import Grid, Row
 from vitals_collector.ingest.ingest import ingest_bodies
 from vitals_collector.numbers.interface import StepWindow
+from vitals_collector.numbers.lake import Lake
 from vitals_collector.retention.settings import VolumeSettings
 
 _DAY_SECONDS = 86_400
@@ -133,6 +134,7 @@ def _levelled() -> tuple[int, int]:
     ):
         ingest_bodies(store, fleet.bodies(0), time.time_ns())
         numbers, sizes = store.numbers, []
+        assert isinstance(numbers, Lake)
         numbers.merge()
         sizes.append(numbers.num_bytes(run_id))
         num_worst = VolumeSettings().num_worst_ranks

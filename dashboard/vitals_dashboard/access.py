@@ -32,7 +32,7 @@ _ANSWER = "control_answer"
 
 @cache
 def sessions() -> BrowserSessions:
-    """Return the sessions of this process, shared by the middleware and the pages."""
+    """Return the browser sessions of this dashboard process, for its middleware and its pages."""
     settings = load_settings(os.environ)
     fd = settings.code_fd
 
@@ -60,7 +60,7 @@ def _is_signed_on(settings: DashboardSettings) -> bool:
 
 
 def role() -> Role:
-    """Return the browser session's role; its control may have expired by now."""
+    """Return the role of this browser session on the dashboard; its control may have expired."""
     settings = load_settings(os.environ)
     if settings.sign_on is not None and _is_signed_on(settings):
         granted = settings.sign_on.role(st.user.to_dict(), unix_seconds=time.time())
@@ -89,7 +89,7 @@ def why_no_control() -> str:
 
 
 def account() -> str:
-    """Return the name of the user signed in with the provider; "" if the token was used."""
+    """Return the dashboard user's name from the sign-on provider; "" if the token was used."""
     if not _is_signed_on(load_settings(os.environ)):
         return ""
     return str(st.user.get("email") or st.user.get("name") or st.user.get("sub") or "")
@@ -99,7 +99,7 @@ def account() -> str:
 
 
 def draw_no_access_page() -> None:
-    """Draw the page for users without access."""
+    """Draw the sign-in page that a dashboard visitor without access sees."""
     st.markdown("**Vitals**")
     if not _is_signed_on(load_settings(os.environ)):
         st.markdown("Signed out. To come back, open the address that `vitals dashboard` printed.")
@@ -114,7 +114,7 @@ def draw_no_access_page() -> None:
 
 
 def draw_access_footer() -> None:
-    """Draw the session's role, the way to get control, and the sign-out button."""
+    """Draw the footer of a dashboard page: the role, the way to control, and signing out."""
     settings = load_settings(os.environ)
     session = _find_session(settings)
     with st.container(horizontal=True, vertical_alignment="center", key="access", gap="small"):

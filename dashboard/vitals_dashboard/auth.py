@@ -44,7 +44,7 @@ MAX_SESSIONS = 1000
 
 
 def security_headers(page: str) -> dict[str, str]:
-    """Return the headers of every response, files included; nothing is loaded from another host.
+    """Return the security headers of the dashboard: its pages load nothing from other hosts.
 
     Args:
         page: Streamlit's own page; only its inline scripts may run.
@@ -104,7 +104,7 @@ def host_name(host: str) -> str:
 
 
 def take_token(query: str) -> tuple[str | None, str]:
-    """Return the token in a query string and the query without it."""
+    """Return the sign-in token of a dashboard URL's query, and the query without it."""
     pairs = parse_qsl(query, keep_blank_values=True)
     token = next((value for key, value in pairs if key == "token"), None)
     return token, urlencode([(k, v) for k, v in pairs if k != "token"])
@@ -154,7 +154,7 @@ class BrowserSessions:
         self._lock = threading.Lock()
 
     def open(self, host: str) -> BrowserSession:
-        """Start a session for a browser that has shown the token."""
+        """Start a dashboard session for a browser that has shown the token."""
         now = self._now()
         session = BrowserSession(
             key=secrets.token_urlsafe(32), host=host, opened=now, last_seen=now
@@ -167,7 +167,7 @@ class BrowserSessions:
         return session
 
     def find(self, key: str, host: str) -> BrowserSession | None:
-        """Return the session of a cookie, and record its use; None if it has ended."""
+        """Return the dashboard session of a browser's cookie, and record its use; None if ended."""
         now = self._now()
         with self._lock:
             session = self._sessions.get(key)
@@ -180,13 +180,13 @@ class BrowserSessions:
         return session
 
     def end(self, session: BrowserSession) -> None:
-        """Sign out: the cookie becomes invalid."""
+        """Sign a browser out of the dashboard: its cookie becomes invalid."""
         with self._lock:
             self._sessions.pop(session.key, None)
             session.control_until = 0.0
 
     def control_seconds(self, session: BrowserSession) -> float:
-        """Return how long the session still has control; 0 if it has none."""
+        """Return for how long the browser may still send commands; 0 if it has no control."""
         return max(0.0, session.control_until - self._now())
 
     def send_code(self, session: BrowserSession) -> str:
@@ -208,11 +208,11 @@ class BrowserSessions:
         return ""
 
     def has_code(self, session: BrowserSession) -> bool:
-        """Return whether a code waits to be entered."""
+        """Return whether the browser's user can still enter its control code."""
         return bool(session.code) and self._now() < session.code_until
 
     def redeem(self, session: BrowserSession, token: str) -> bool:
-        """Give the session control if this is its code; a code is valid once, for few tries."""
+        """Let the browser send commands if its control code is right; it is valid once."""
         text = "".join(token.split()).replace("-", "").upper()
         with self._lock:
             if not self.has_code(session):
@@ -247,16 +247,16 @@ class DashboardHosts:
 
     @property
     def public_host(self) -> str:
-        """The public address's host name; "" without one."""
+        """Return the host name in the dashboard's public URL; "" without one."""
         return urlsplit(self.public_url).hostname or ""
 
     @property
     def public_path(self) -> str:
-        """The path of the public address, with a slash at its end."""
+        """Return the path of the dashboard's public URL, with a slash at its end."""
         return urlsplit(self.public_url).path.rstrip("/") + "/"
 
     def is_known(self, host: str) -> bool:
-        """Return whether the host name is ours; otherwise a page has rebound its own name."""
+        """Return whether the dashboard has this host name; if not, a page rebound its own name."""
         return bool(host) and host in (self.own_host, self.public_host, *LOOK_HOSTS)
 
     def may_control(self, host: str) -> bool:
@@ -275,7 +275,7 @@ class DashboardHosts:
         # Not ``proof``: that is public for any nonce.
         digest = hmac.new(self.token.encode(), b"cookie", hashlib.sha256).hexdigest()
         name = f"vitals-{digest[:12]}"
-        if not self._is_secure(host):
+        if not self.is_secure(host):
             return name
         return f"{'__Host' if self.public_path == '/' else '__Secure'}-{name}"
 
@@ -283,11 +283,11 @@ class DashboardHosts:
         """Return the Set-Cookie header; an empty value deletes the cookie."""
         path = self.public_path if host == self.public_host else "/"
         cookie = f"{self.cookie_name(host)}={value}; Path={path}; HttpOnly; SameSite=Strict"
-        cookie += "; Secure" if self._is_secure(host) else ""
+        cookie += "; Secure" if self.is_secure(host) else ""
         return cookie if value else f"{cookie}; Max-Age=0"
 
     def session_key(self, cookie_header: str, host: str) -> str:
-        """Return our cookie's value; "" if it is missing.
+        """Return the value of the dashboard's cookie; "" if it is missing.
 
         Every program on this host shares its cookies with us: others are ignored, while
         ``http.cookies`` would reject all of them.
@@ -296,7 +296,7 @@ class DashboardHosts:
         name = self.cookie_name(host)
         return next((value for key, _, value in pairs if key == name), "")
 
-    def _is_secure(self, host: str) -> bool:
+    def is_secure(self, host: str) -> bool:
         """Return whether browsers use HTTPS at this host name of the dashboard."""
         return host == self.public_host and self.public_url.startswith("https:")
 
@@ -338,9 +338,8 @@ class TokenMiddleware:
         is_open = is_signed_on or self._sessions.find(key, host) is not None
         if kind == "websocket":
             if is_open:
-                await self._app(
-                    scope, self._receive_while_signed_in(receive, send, key, host), send
-                )
+                receive = self._receive_while_signed_in(receive, send, key, host)
+                await self._app(scope, receive, send)
             else:
                 await send({"type": "websocket.close", "code": 1008})
         elif token is not None and not is_signed_on and _is_equal_secret(token, self._doors.token):
@@ -356,7 +355,7 @@ class TokenMiddleware:
     def _refusal_response(
         self, scope: Scope, headers: Mapping[str, str], host: str
     ) -> tuple[int, bytes] | None:
-        """Return status and text that refuse a foreign host or origin; None to accept."""
+        """Return the dashboard's refusal of a foreign host or origin: status and text, or None."""
         if not self._doors.is_known(host):
             return 400, b"This dashboard has no such host name."
         is_read = scope["type"] == "http" and scope["method"] in ("GET", "HEAD")
@@ -368,7 +367,7 @@ class TokenMiddleware:
         return None
 
     def _receive_while_signed_in(self, receive: Any, send: Any, key: str, host: str) -> Any:
-        """Close a connection whose session has ended: a page would continue to query through it."""
+        """Close a page's WebSocket once the browser is signed out: it would continue to query."""
 
         async def checked() -> Any:
             message = await receive()
@@ -384,11 +383,11 @@ class TokenMiddleware:
         return checked
 
     def _add_security_headers(self, send: Any, headers: Mapping[str, str], host: str) -> Any:
-        """Add the headers of every response."""
+        """Wrap ``send``, so that each response of the dashboard has the security headers."""
         extra_headers = dict(self._headers)
         if nonce := headers.get(NONCE_HEADER):
             extra_headers[PROOF_HEADER] = proof(self._doors.token, nonce)
-        is_tls = self._doors.public_url.startswith("https:") and host == self._doors.public_host
+        is_tls = self._doors.is_secure(host)
 
         async def hardened(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
@@ -409,7 +408,7 @@ class TokenMiddleware:
     async def _send_session_redirect(
         self, scope: Scope, send: Any, key: str, host: str, rest: str
     ) -> None:
-        """Start a browser session, and redirect to the URL without the token."""
+        """Sign a browser in to the dashboard, and redirect it to the URL without the token."""
         if self._redirect_file is not None:
             self._redirect_file.unlink(missing_ok=True)
         # Opening the URL again keeps the session, including control.
@@ -427,7 +426,6 @@ def _is_page(headers: Mapping[str, str]) -> bool:
 
 
 async def _send_refusal(kind: str, send: Any, status: int, body: bytes) -> None:
-    """Refuse a browser's HTTP request or WebSocket to the dashboard."""
     if kind == "websocket":
         await send({"type": "websocket.close", "code": 1008})
     else:
@@ -437,7 +435,6 @@ async def _send_refusal(kind: str, send: Any, status: int, body: bytes) -> None:
 async def _send_response(
     send: Any, status: int, body: bytes, headers: list[tuple[str, str]] | None = None
 ) -> None:
-    """Send a whole HTTP response of the dashboard's token middleware."""
     kind = "text/html" if body.startswith(b"<") else "text/plain"
     common = [
         ("content-type", f"{kind}; charset=utf-8"),

@@ -104,7 +104,6 @@ def _show_code(code: str) -> None:
 def _build_access_options(
     control: bool, public_url: str, oidc: Path | None
 ) -> "launch.AccessOptions":
-    """Return who may use the dashboard, by the options of `vitals dashboard`."""
     from vitals_dashboard.launch import AccessOptions
     from vitals_dashboard.settings import check_public_url, read_sign_on
 
@@ -128,7 +127,6 @@ def _build_access_options(
 def _resolve_collector(
     url: str, token_file: Path | None, environ: dict[str, str]
 ) -> "launch.CollectorLocation":
-    """Return the collector that the options of `vitals dashboard` name."""
     from trainvitals.io.client import read_tokens
     from trainvitals.io.server_identity import parse_url
     from trainvitals.io.setting_paths import collector_folder
@@ -155,7 +153,7 @@ def _raise_interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Make SIGTERM, and SIGHUP of a closed terminal, stop the programs as Ctrl-C does."""
+    """Let SIGTERM and SIGHUP stop `vitals dashboard` and its processes as Ctrl-C does."""
     signals = (signal.SIGTERM, signal.SIGHUP)
     before = [(number, signal.signal(number, _raise_interrupt)) for number in signals]
     try:

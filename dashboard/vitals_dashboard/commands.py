@@ -7,7 +7,6 @@ import streamlit as st
 from trainvitals.detect.registry import KINDS
 from trainvitals.errors import VitalsError
 from trainvitals.io.client import CollectorClient
-from trainvitals.policy.approval import WAITS_UNTIL
 from trainvitals.views import (
     AnnotationRequest,
     AnnotationView,
@@ -45,7 +44,7 @@ ACCEPTABLE_KINDS = frozenset(kind.name for kind in KINDS.values() if kind.may_be
 
 
 def refusal_reason(run: RunSummary, action: Action) -> str:
-    """Return why the run would refuse a command in its current state; "" if it would accept it."""
+    """Return why a run would refuse a command from the dashboard now; "" if it would accept it."""
     if run.state != "running":
         return f"The run is {run.state}: it cannot take commands."
     if run.mode == "observe":
@@ -64,7 +63,7 @@ def is_acceptable(view: DecisionView) -> bool:
 
 
 def acceptable_step(incident: IncidentView) -> int | None:
-    """Return the step of an incident that a user may accept as healthy; None: there is none."""
+    """Return the step of an incident that the dashboard offers to accept as healthy, or None."""
     judged = [view.decision.step for view in incident.decisions if is_acceptable(view)]
     raised = [
         view.finding.step for view in incident.findings if view.finding.kind in ACCEPTABLE_KINDS
@@ -73,7 +72,7 @@ def acceptable_step(incident: IncidentView) -> int | None:
 
 
 def proposed_command(view: DecisionView) -> Action | None:
-    """Return the command that would apply a decision; None if it is no longer possible."""
+    """Return the command whose button on a page applies a proposed decision, or None."""
     decision = view.decision
     if decision.acted:
         return None
@@ -82,25 +81,15 @@ def proposed_command(view: DecisionView) -> Action | None:
     return "halt" if decision.action == "halt" else None
 
 
-def is_awaiting_approval(view: DecisionView) -> bool:
-    """Return whether a decision waits for approval. A decision that got a response records it."""
-    return WAITS_UNTIL in view.decision.evidence
-
-
-def veto_text(view: DecisionView, by: str, reason: str) -> str:
-    """Return the note that rejects a proposed decision."""
-    return f"{_decision_label(view)}: vetoed by {by}: {reason}"
-
-
 def decision_response(view: DecisionView, notes: tuple[AnnotationView, ...]) -> str:
-    """Return a user's response to a decision; "" without one."""
+    """Return the response to a decision that a user wrote on the dashboard; "" without one."""
     head = f"{_decision_label(view)}: "
     texts = [note.text for note in notes if note.text.startswith(head)]
     return formatting.plain(texts[-1].removeprefix(head), 200) if texts else ""
 
 
 def _decision_label(view: DecisionView) -> str:
-    """Return a decision's number and action: the start of notes that respond to it."""
+    """Return a decision's number and action: the start of the dashboard's notes about it."""
     look = ACTIONS.get(view.decision.action)
     return f"Decision {view.decision.ledger_seq} ({look.word if look else view.decision.action})"
 
@@ -116,7 +105,7 @@ def draw_command_form(
     step: int = -1,
     why: str = "",
 ) -> None:
-    """Draw the control to send a command; a text if the run would refuse it or we may not send it.
+    """Draw the form with which a page sends a command to a run, or why it cannot be sent.
 
     ``step`` is the action's argument: the accepted step, or the step of the decision.
     """
@@ -148,7 +137,7 @@ def draw_command_form(
 
 
 def draw_accept_form(source: DataSource, run: RunSummary, step: int, *, key: str) -> None:
-    """Draw the control to accept a step as healthy; nothing if that is not possible."""
+    """Draw the form, shared by several pages, to accept a step as healthy; or nothing."""
     if source.control is not None and not refusal_reason(run, "accept"):
         draw_command_form(source, run, "accept", label=HEALTHY, key=key, step=step)
 
@@ -156,7 +145,7 @@ def draw_accept_form(source: DataSource, run: RunSummary, step: int, *, key: str
 def _send_command(
     source: DataSource, control: CollectorClient, run: RunSummary, request: CommandRequest
 ) -> str:
-    """Send a manual command to a run; return the outcome as text."""
+    """Send the command of a form on the dashboard to a run; return the outcome as text."""
     who = layout.current_user() or "dashboard"
     try:
         sent = control.send_command(run.run_id, request, issued_by=who, keys=source.keys)
@@ -168,7 +157,7 @@ def _send_command(
 
 
 def draw_dismiss_form(source: DataSource, run: RunSummary, view: DecisionView, *, key: str) -> None:
-    """Draw the control to reject a proposed decision, with a reason."""
+    """Draw the form with which a dashboard user rejects a proposed decision, with a reason."""
     if source.control is None:
         return
     with (
@@ -185,7 +174,7 @@ def draw_dismiss_form(source: DataSource, run: RunSummary, view: DecisionView, *
             if not (by.strip() and reason.strip()):
                 message = "Enter your name and a reason."
             else:
-                text = veto_text(view, by.strip(), reason.strip())
+                text = f"{_decision_label(view)}: vetoed by {by.strip()}: {reason.strip()}"
                 message = write_user_note(source.control, run, view.decision.step, text, by.strip())
                 message = message or "Dismissed; a note was saved."
         layout.draw_form_result(key, message)
@@ -194,7 +183,7 @@ def draw_dismiss_form(source: DataSource, run: RunSummary, view: DecisionView, *
 def write_user_note(
     control: CollectorClient, run: RunSummary, step: int, text: str, by: str
 ) -> str:
-    """Write a user's note at a step of a run; return why that failed, or ""."""
+    """Save the note that a dashboard user wrote at a step of a run; return an error or ""."""
     try:
         control.annotate(run.run_id, AnnotationRequest(step=step, text=text, by=by))
     except VitalsError as error:

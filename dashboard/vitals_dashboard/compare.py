@@ -21,12 +21,12 @@ rows."""
 
 
 def has_steps(metric: str) -> bool:
-    """Return whether a metric has a curve over steps."""
+    """Return whether the dashboard can draw a metric over steps, to compare runs by it."""
     return not metric.startswith(_NO_STEPS)
 
 
 def distinct_names(details: Sequence[RunDetail]) -> list[str]:
-    """Return a unique name for each run; equal names get the ends of the ids."""
+    """Return a unique name for each run compared on the dashboard; equal ones get id ends."""
     names = [formatting.run_label(d.summary.name, d.summary.run_id, NAME) for d in details]
     return [
         name
@@ -37,7 +37,7 @@ def distinct_names(details: Sequence[RunDetail]) -> list[str]:
 
 
 def config_rows(details: Sequence[RunDetail], names: Sequence[str]) -> list[Row]:
-    """Return table rows of the settings that differ between compared runs."""
+    """Return the dashboard's table of settings that differ between the compared runs."""
     settings = [_flat_settings(detail) for detail in details]
     rows = []
     for key in dict.fromkeys(key for of_run in settings for key in of_run):
@@ -50,7 +50,7 @@ def config_rows(details: Sequence[RunDetail], names: Sequence[str]) -> list[Row]
 
 
 def _flat_settings(detail: RunDetail) -> dict[str, Any]:
-    """Return a compared run's attributes, config and judge settings by one name each."""
+    """Return a run's attributes, config and judge settings by flat names, for the dashboard."""
     info = msgspec.to_builtins(detail.info)
     settings = {key.replace("_", " "): v for key, v in info.items() if key not in _NOT_SET}
     settings |= _flatten_tree(detail.info.config, "config")
@@ -59,6 +59,7 @@ def _flat_settings(detail: RunDetail) -> dict[str, Any]:
 
 
 def _flatten_tree(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Flatten nested settings to dotted names, for the dashboard's comparison of runs."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -69,7 +70,6 @@ def _flatten_tree(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _format_value(value: Any) -> str:
-    """Return a setting's value as text for the dashboard's run comparison."""
     if isinstance(value, list | tuple):
         return formatting.plain(", ".join(map(str, value)), 200)
     return formatting.plain(str(value), 200)
@@ -78,7 +78,7 @@ def _format_value(value: Any) -> str:
 def value_rows(
     source: DataSource, details: Sequence[RunDetail], names: Sequence[str], metric: str
 ) -> list[Row]:
-    """Return table rows of the compared runs' values, and the metric's range."""
+    """Return the dashboard's table of the compared runs' latest values, and a metric's range."""
     rows: list[Row] = []
 
     def add(what: str, values: Sequence[str]) -> None:
@@ -112,7 +112,7 @@ def value_rows(
 
 
 def _behind(source: DataSource, first: RunDetail, other: RunDetail) -> str:
-    """Return how far a compared run is behind the first, at equal loss; "" if unknown."""
+    """Return the lag of a run behind the first, for the dashboard's comparison; "" if unknown."""
     both = (first, other)
     if other is first or any("steps.loss" not in detail.metrics for detail in both):
         return ""
@@ -121,5 +121,5 @@ def _behind(source: DataSource, first: RunDetail, other: RunDetail) -> str:
 
 
 def _finite_values(reply: SeriesReply | None) -> list[float]:
-    """Return the finite values of a compared run's series."""
+    """Return the finite values of a run's series, for the dashboard's comparison of runs."""
     return [] if reply is None else [value for value in reply.value if value is not None]

@@ -15,7 +15,7 @@ _NAME: dict[Program, str] = {"chart": "charts", "command": "command"}
 
 
 def register_component(program: Program) -> Any:
-    """Register one of our browser programs; return the function that mounts it.
+    """Register one of the dashboard's browser programs; return the function that mounts it.
 
     Streamlit finds such files itself only next to a project file named like the import package. As
     text, the program would be sent with each refresh, and our content policy would block it.
@@ -31,7 +31,7 @@ def register_component(program: Program) -> Any:
 def draw_copyable_command(
     text: str, *, key: str, width: Literal["stretch", "content"] = "stretch"
 ) -> None:
-    """Draw a command with a button that copies it.
+    """Draw a command on a dashboard page, with a button that copies it.
 
     ``st.code`` makes the browser load and run 1.5 MB for syntax colors, which delayed the curves
     for a third of a second.

@@ -15,7 +15,7 @@ END_SECONDS = 5.0
 
 
 def exit_with_parent() -> None:
-    """Wait until standard input closes; then end this process, gracefully if possible."""
+    """End this child of `vitals dashboard` once its parent has ended, if possible gracefully."""
     while os.read(0, 4096):
         pass  # the parent writes nothing; data shows that it is alive
     os.kill(os.getpid(), signal.SIGTERM)
@@ -24,7 +24,7 @@ def exit_with_parent() -> None:
 
 
 def main() -> None:
-    """Run the module that the arguments name."""
+    """Run the module that the arguments name as a child process of `vitals dashboard`."""
     threading.Thread(target=exit_with_parent, name="end-with-the-starter", daemon=True).start()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -13,20 +13,18 @@ Value = str | float | int | bool | None
 
 
 def csv_bytes(reply: TableReply) -> bytes:
-    """Return the table as CSV; text that a spreadsheet would run has an apostrophe before it."""
+    """Return a table for download from the dashboard as CSV, safe from running as a formula."""
     text = io.StringIO()
-    rows = [[_exact_number_text(value) for value in row] for row in zip(*reply.data, strict=True)]
+    rows = [
+        [repr(value) if isinstance(value, float) else value for value in row]  # all digits
+        for row in zip(*reply.data, strict=True)
+    ]
     write_rows(reply.columns, rows, Format.CSV, to=text)
     return text.getvalue().encode()
 
 
-def _exact_number_text(value: Value) -> Value:
-    """Return a number with all its digits."""
-    return repr(value) if isinstance(value, float) else value
-
-
 def parquet_bytes(reply: TableReply) -> bytes:
-    """Return the table as Parquet; numbers that are not finite are numbers in it."""
+    """Return a table for download from the dashboard as Parquet, with NaN as numbers."""
     columns = {
         name: unify_column_type(values)
         for name, values in zip(reply.columns, reply.data, strict=True)
@@ -37,17 +35,12 @@ def parquet_bytes(reply: TableReply) -> bytes:
 
 
 def unify_column_type(values: tuple[Value, ...]) -> list[Value]:
-    """Return a query result's column as one type: numbers, or text if mixed."""
+    """Return a column of a table on the dashboard as one type: numbers, or text if mixed."""
     present = [value for value in values if value is not None]
     numbers = [v for v in present if isinstance(v, int | float) and not isinstance(v, bool)]
     texts = [v for v in present if isinstance(v, str)]
     if numbers and len(numbers) + len(texts) == len(present) and set(texts) <= set(_NONFINITE):
-        return [_parse_nonfinite(v) for v in values]
+        return [_NONFINITE[v] if isinstance(v, str) else v for v in values]
     if len({type(value) for value in present}) > 1:
         return [None if value is None else str(value) for value in values]
     return list(values)
-
-
-def _parse_nonfinite(value: Value) -> Value:
-    """Return the float of a query result's cell that names NaN or an infinity."""
-    return _NONFINITE[value] if isinstance(value, str) else value

@@ -86,7 +86,7 @@ class ChartFeed:
     """In which charts each mark is, a bit each."""
 
     def reset(self) -> None:
-        """Reset: the next message is complete."""
+        """Clear the record of what the browser has: the next message contains whole charts."""
         self.number, self.layout, self.digest = 0, None, b""
         self.series.clear()
         self.seen.clear()
@@ -98,12 +98,9 @@ class ChartFeed:
         detail: RunDetail,
         requests: Sequence[tuple[str, SeriesRequest, Role]],
     ) -> list[ChartLine | None]:
-        """Return the series, or only the rows after those that the browser has.
+        """Query the series of a page's charts: only rows newer than those in the browser.
 
-        Args:
-            source: of the collector.
-            detail: of the run.
-            requests: for each its name, the request and the role.
+        ``requests`` has for each its name, the request and the role.
         """
         seen = detail.summary.last_seen_unix_ns
         due = {
@@ -116,7 +113,7 @@ class ChartFeed:
         return [self._build_line(*choice, replies.get(choice[1])) for choice in requests]
 
     def _narrow_request(self, request: SeriesRequest, role: Role, last_step: int) -> SeriesRequest:
-        """Return the request for the missing rows; discarded attempts are requested whole."""
+        """Narrow a series request to rows that the browser lacks; discarded attempts are whole."""
         sent = self.series.get(_drop_request_range(request))
         if sent is None or role == "discarded":
             return request
@@ -177,7 +174,7 @@ class ChartFeed:
         )
 
     def send_charts(self, charts: Sequence[Chart], *, zoomed: Zoomed | None = None) -> int | None:
-        """Send the charts, or their changes; return how many did not fit.
+        """Send the charts, or their changes, to the browser; return how many did not fit.
 
         None: the browser lacks the base of these changes, so the charts have to be made again
         completely.
@@ -198,7 +195,7 @@ class ChartFeed:
         return num_left_out
 
     def _full_message(self, charts: Sequence[Chart]) -> Wire:
-        """Return the message with whole charts; without them if they are unchanged."""
+        """Return the message to the browser with whole charts; without them if unchanged."""
         self.marks = _charts_by_mark(charts)
         looks = {mark.look.word: mark.look for chart in charts for mark in chart.marks}
         message: Wire = {
@@ -224,7 +221,7 @@ class ChartFeed:
         return message
 
     def _changes_message(self, charts: Sequence[Chart]) -> Wire:
-        """Return the message of the changes; it may be empty."""
+        """Return the message to the browser with the changes of its charts; it may be empty."""
         xs: list[list[float]] = []
         lines = []
         for i, chart in enumerate(charts):
@@ -298,14 +295,14 @@ def draw_charts(
 
 
 def _drop_request_range(request: SeriesRequest) -> SeriesRequest:
-    """Return the request without its ends, which move on with the run."""
+    """Return a series request without its ends: the key of the browser's points."""
     return structs.replace(
         request, from_step=None, to_step=None, from_time_unix_ns=None, to_time_unix_ns=None
     )
 
 
 def _point_rows(reply: SeriesReply | None) -> list[Row]:
-    """Return the points of a series as rows of step, time, attempt and value."""
+    """Return a series as rows of step, time, attempt and value, to compare with the browser's."""
     if reply is None:
         return []
     return list(zip(reply.step, reply.time_unix_ns, reply.attempt, reply.value, strict=True))
@@ -326,7 +323,7 @@ def _rows_to_requery(reply: SeriesReply, rows: Sequence[Row]) -> tuple[deque[Row
 
 
 def _is_same_row(before: Row, now: Row) -> bool:
-    """Return whether the rows are drawn alike: a mean is summed up from another row each time."""
+    """Return whether two rows look equal in the browser: means differ by rounding."""
     (*where, value), (*other_key, other) = before, now
     return where == other_key and (
         value == other
@@ -360,7 +357,7 @@ def _charts_within_limit(charts: Sequence[Chart]) -> tuple[list[Chart], int]:
 
 
 def _layout(chart: Chart) -> Wire:
-    """Return the part of a chart that cannot change without redrawing it."""
+    """Return the part of a chart that the browser can change only by redrawing it."""
     return {
         "title": chart.title,
         "axis": chart.axis,
@@ -388,12 +385,12 @@ def _whole_curve(curve: ChartCurve) -> Wire:
 
 
 def _integer_if_whole(x: float) -> float | int:
-    """Return a whole number as an integer, which is shorter in the charts' JSON."""
+    """Return a whole number as an integer, which makes the message to the browser shorter."""
     return int(x) if float(x).is_integer() else x
 
 
 def _round_to_float32(value: float | None) -> float | int | None:
-    """Return the number with seven digits, as many as a float32 has; integers are unchanged."""
+    """Limit a number to the seven digits of a float32 before it is sent to the browser."""
     if value is None or not math.isfinite(value):
         return None
     if float(value).is_integer() and abs(value) < 2**53:
@@ -402,7 +399,7 @@ def _round_to_float32(value: float | None) -> float | int | None:
 
 
 def _charts_by_mark(charts: Sequence[Chart]) -> dict[SentMark, int]:
-    """Return the charts of each mark, a bit each: most are in several."""
+    """Return a bit per chart for each mark in the browser: most are in several charts."""
     result: dict[SentMark, int] = {}
     for i, chart in enumerate(charts):
         for mark in chart.marks:
@@ -417,7 +414,6 @@ def _wire_mark(mark: SentMark, places: int) -> list[Any]:
 
 
 def _mount_component(feed: ChartFeed, message: Wire, zoomed: Zoomed | None) -> None:
-    """Mount the dashboard's chart component in the page with its message."""
     charts_key = f"charts_{feed.key}"
 
     def ranged() -> None:

@@ -24,8 +24,13 @@ def plain(text: str, limit: int = 120) -> str:
 
 
 def run_label(name: str, run_id: str, limit: int = 80) -> str:
-    """Return a run's display name: its name, or its id without one."""
+    """Return a run's name as the dashboard shows it, or its id if it has none."""
     return plain(name, limit) or run_id
+
+
+def run_choice(name: str, run_id: str) -> str:
+    """Return a run's text in a choice; constant, because a browser identifies its choice by it."""
+    return f"{run_label(name, run_id, 60)}  ({run_id[-6:]})"
 
 
 def number(value: float | None, digits: int = 4) -> str:

@@ -14,7 +14,7 @@ MAX_GROUPS = 8
 
 
 def draw_hang(source: DataSource, incident: IncidentView) -> None:
-    """Draw the waiting and the blocking ranks; nothing without a blocking rank."""
+    """Draw the part of a page about a hang: waiting and blocking ranks, and their stacks."""
     waits = [view for view in incident.findings if view.finding.kind in ("waiting", "hang")]
     if not waits:
         return
@@ -37,32 +37,29 @@ def draw_hang(source: DataSource, incident: IncidentView) -> None:
 
 
 def stacks_of_incident(stacks: Sequence[StacksView], steps: set[int]) -> list[StacksView]:
-    """Return the latest stacks of each rank in these waits, by rank."""
+    """Return the latest stacks of each rank in a hang, which the dashboard then draws."""
     incident_stacks = (view for view in stacks if view.step in steps and not view.command_number)
     return [view for _, view in sorted({view.rank: view for view in incident_stacks}.items())]
 
 
 def rank_rows(stacks: Sequence[StacksView], culprits: set[int]) -> list[tables.Row]:
-    """Return a table row for each rank of a hang: its last collective and location."""
+    """Return the dashboard's table of a hang: each rank's last collective and location."""
     return [
         {
             "Rank": view.rank,
             "": "waited for" if view.rank in culprits else "waits",
             "Last collective it began": formatting.plain("".join(view.collectives[-1:]), 120),
-            "Stood in": formatting.plain(innermost_call(view), 160),
+            "Stood in": formatting.plain(
+                view.calls[0].strip() if view.calls else f"no stacks: {view.detail}", 160
+            ),
             "Seen": tables.to_datetime(view.time_unix_ns),
         }
         for view in stacks
     ]
 
 
-def innermost_call(view: StacksView) -> str:
-    """Return the innermost call, or why there is none."""
-    return view.calls[0].strip() if view.calls else f"no stacks: {view.detail}"
-
-
 def group_by_calls(stacks: Sequence[StacksView]) -> list[list[StacksView]]:
-    """Return the ranks with the same calls together, the fewest first."""
+    """Group the ranks of a hang by equal calls, the fewest first, to draw each stack once."""
     groups: dict[tuple[str, ...], list[StacksView]] = {}
     for view in stacks:
         if view.calls:

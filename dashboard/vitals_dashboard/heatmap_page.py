@@ -1,27 +1,23 @@
 """Shared code of the two pages with heat maps: metrics, and drawing."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import streamlit as st
 
 from trainvitals.errors import UsageError
 from trainvitals.views import Branch, CellsQuestion, CellsReply, DecisionsQuestion, RunSummary
-from vitals_dashboard import formatting, heatmap, layout
+from vitals_dashboard import formatting, layout
+from vitals_dashboard.charts import heatmap
 from vitals_dashboard.source import DataSource
 
 POINTS, ROWS = 160, 64
-SHADES: dict[str, heatmap.Shade] = {
-    "value": "size",
-    "change": "change",
-    "vs. others": "others",
-}
+SHADES: dict[str, heatmap.Shade] = {"value": "size", "change": "change", "vs. others": "others"}
 """Labels, also used in the URL, of the color's meanings."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricChoice:
+class MetricChoice(NamedTuple):
     """One metric that can be drawn."""
 
     word: str
@@ -38,7 +34,7 @@ def query_cells(
     points: int = POINTS,
     branch: Branch = "all",
 ) -> CellsReply | None:
-    """Return a heat map's cells; None if the run has no value of it in these steps."""
+    """Query a heat map's cells for a page; None if the run has no such value in these steps."""
     try:
         reply = source.client.ask(
             CellsQuestion(
@@ -59,30 +55,20 @@ def query_cells(
 def draw_heat_map_controls(
     choices: Sequence[MetricChoice], *, key: str, shade: str
 ) -> tuple[MetricChoice, heatmap.Shade, tuple[int | None, int | None]]:
-    """Draw the controls for metric, color and steps; return their values."""
+    """Draw, on each page with a heat map, the choice of metric, color and steps; return it."""
     by_word = {choice.word: choice for choice in choices}
     with st.container(horizontal=True, vertical_alignment="bottom", key=f"{key}_controls"):
-        word = st.segmented_control(
-            "Shown",
-            list(by_word),
-            default=next(iter(by_word)),
-            required=True,
-            key=f"{key}_metric",
-            bind="query-params",
-        )
-        colour = st.segmented_control(
+        word = layout.draw_choice("Shown", list(by_word), f"{key}_metric")
+        colour = layout.draw_choice(
             "Colour",
             list(SHADES),
+            f"{key}_colour",
             default=shade,
-            required=True,
-            key=f"{key}_colour",
-            bind="query-params",
             help="value: as it is. change: against the median of the row's own steps. vs. others:"
             " against the median of all rows at that step. Blue is below, orange above.",
         )
         steps = layout.step_range()
-    selected = by_word.get(str(word), choices[0])
-    return selected, SHADES.get(str(colour), SHADES[shade]), steps
+    return by_word[word], SHADES[colour], steps
 
 
 def draw_heat_map(
@@ -95,7 +81,7 @@ def draw_heat_map(
     key: str,
     names: Sequence[str] = (),
 ) -> None:
-    """Draw a heat map, and show what it omits."""
+    """Draw a heat map for any page that has one, and show below it what it omits."""
     spec = heatmap.heat_map(
         title,
         reply,
@@ -104,14 +90,14 @@ def draw_heat_map(
         decisions=source.client.ask(DecisionsQuestion(run_id=run.run_id)),
         names=names,
     )
-    st.echarts_chart(
-        spec, key=f"heat_{key}", height=heatmap.heat_map_height(reply), alt=f"{title} over steps"
-    )
+    rows_height = heatmap.AROUND + heatmap.ROW_PIXELS * len(reply.rows)
+    height = max(heatmap.MIN_HEIGHT, min(heatmap.MAX_HEIGHT, rows_height))
+    st.echarts_chart(spec, key=f"heat_{key}", height=height, alt=f"{title} over steps")
     st.caption(" ".join(_notes(reply)))
 
 
 def _notes(reply: CellsReply) -> list[str]:
-    """Return what a heat map omits or combines, as sentences below it."""
+    """Return the sentences that the dashboard shows below a heat map: what it omits or combines."""
     apart = sorted(b - a for a, b in pairwise(reply.step))
     width = apart[len(apart) // 2] if apart else 1  # bad steps are measured more densely
     num_rows = formatting.count(len(reply.rows), "row")

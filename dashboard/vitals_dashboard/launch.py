@@ -94,11 +94,11 @@ class DashboardProgram:
     log: Path
 
     def log_tail(self) -> str:
-        """Return the end of the log."""
+        """Return the end of the log of a process that `vitals dashboard` started."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-12:])
 
     def raise_if_ended(self) -> None:
-        """Raise TransportError if the process has ended."""
+        """Raise TransportError if a process that `vitals dashboard` needs has ended."""
         code = self.process.poll()
         if code is not None:
             raise TransportError(
@@ -137,7 +137,7 @@ class Pages:
 
 
 def streamlit_command(port: int) -> list[str]:
-    """Return the command of the Streamlit process; it holds no secret."""
+    """Return the command that starts the dashboard's Streamlit process; it holds no secret."""
     flags = [f"--server.port={port}"]
     for name, value in STREAMLIT_CONFIG.items():
         text = str(value).lower() if isinstance(value, bool) else value
@@ -147,13 +147,13 @@ def streamlit_command(port: int) -> list[str]:
 
 
 def collector_command(folder: Path, data: Path) -> list[str]:
-    """Return the command of a collector that reads a directory of runs."""
+    """Return the command that `vitals dashboard` starts to read a directory of runs."""
     options = ["--folder", str(folder), "--data", str(data), "--listen", f"{HOST}:0"]
     return [sys.executable, "-m", "trainvitals", "collector", *options]
 
 
 def free_port(port: int) -> int:
-    """Return ``port`` if it can be listened on, or any free one for 0.
+    """Return a port for the dashboard's pages: ``port`` if it is free, or any free one for 0.
 
     Raises:
         UsageError: it is in use, or not allowed.
@@ -172,7 +172,7 @@ def free_port(port: int) -> int:
 
 
 def check_folder(folder: Path) -> Path:
-    """Return the directory of runs as an absolute path.
+    """Return the directory of runs for `vitals dashboard` as an absolute path.
 
     Raises:
         UsageError: it is missing, not a directory, or not readable.
@@ -188,7 +188,7 @@ def check_folder(folder: Path) -> Path:
 
 
 def find_collector_location(environ: Mapping[str, str]) -> CollectorLocation:
-    """Return the collector in the environment, otherwise the one that this user has started.
+    """Return the collector that the dashboard shows: from the environment, or this user's.
 
     Raises:
         UsageError: there is neither.
@@ -214,9 +214,7 @@ def locate_collector(data: Path, token_file: str) -> CollectorLocation:
             " or name one with --collector URL --token-file FILE",
         )
     return CollectorLocation(
-        url=url,
-        token_file=token_file or str(data / "tokens.json"),
-        collector_data=str(data),
+        url=url, token_file=token_file or str(data / "tokens.json"), collector_data=str(data)
     )
 
 
@@ -229,7 +227,7 @@ class Slot(NamedTuple):
 
 @contextmanager
 def cache_slot(folder: Path) -> Iterator[Slot]:
-    """Lock a node-local directory for the store of a directory of runs; it is reused later.
+    """Lock a node-local directory in which `vitals dashboard` stores the runs it reads.
 
     Two dashboards of the same directory get one each. A child that inherits the lock holds it too.
     """
@@ -263,14 +261,8 @@ def run_child_program(
 ) -> Iterator[DashboardProgram]:
     """Run a child process of `vitals dashboard`, with its output in ``log``.
 
-    It ends if this process is killed.
-
-    Args:
-        name: name in messages.
-        command: an interpreter's ``-m`` with a module and its arguments.
-        log: file of its output.
-        environ: its environment.
-        inherits: open files that it gets as well.
+    It ends if this process is killed. ``command`` is an interpreter's ``-m`` with a module and its
+    arguments; ``inherits`` are open files that the process gets as well.
     """
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -291,7 +283,7 @@ def run_child_program(
 
 
 def wait_for_program(child: DashboardProgram, probe: Callable[[], T | None]) -> T:
-    """Return the first result of a probe of a started child process.
+    """Wait until a child process of `vitals dashboard` responds; return the first result.
 
     Raises:
         TransportError: the program ended, or did not respond in time.
@@ -313,7 +305,7 @@ def wait_for_program(child: DashboardProgram, probe: Callable[[], T | None]) -> 
 def run_folder_collector(
     folder: Path, environ: Mapping[str, str]
 ) -> Iterator[tuple[DashboardProgram, CollectorLocation]]:
-    """Run a collector that reads the directory, until the block ends."""
+    """Run a collector for the dashboard on a directory of runs until the block ends."""
     # The collector holds the lock too: if this process is killed, the next one uses another
     # directory.
     with cache_slot(folder) as (data, lock):
@@ -327,7 +319,7 @@ def run_folder_collector(
 
 
 def check_control(location: CollectorLocation) -> None:
-    """Check that commands could be sent and signed: no button is offered that cannot work.
+    """Check at the start that the dashboard could send and sign commands, before it offers any.
 
     Raises:
         UnauthorizedError: there is no token to send them with, or no key to sign them with.
@@ -409,7 +401,7 @@ def _public_address(entrance: AccessOptions, token: str) -> str:
 
 
 def _hold_ipv6(stack: ExitStack, port: int) -> None:
-    """Bind the IPv6 loopback's port: a browser may try that address first."""
+    """Bind the dashboard's port on the IPv6 loopback: a browser may try that one first."""
     if not socket.has_ipv6:
         return
     try:
@@ -426,7 +418,7 @@ def _hold_ipv6(stack: ExitStack, port: int) -> None:
 
 
 def _redirect_page(address: str) -> bytes:
-    """Return a page that leads to an address which may be no argument: every user reads those."""
+    """Return the page that opens the dashboard in a browser; arguments would expose its token."""
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>Vitals</title>'
         '<meta name="referrer" content="no-referrer">'
@@ -436,7 +428,7 @@ def _redirect_page(address: str) -> bytes:
 
 
 def _has_proven_token(port: int, token: str) -> bool | None:
-    """Return True once the process with the token responds at the port.
+    """Return True once the dashboard's process, which has the token, responds at the port.
 
     Raises:
         UsageError: another program responds there, and would get the token.
@@ -456,7 +448,7 @@ def _has_proven_token(port: int, token: str) -> bool | None:
 
 
 def _collector_answers(data: Path) -> bool | None:
-    """Return True once a started collector responds, and None before."""
+    """Return True once the collector that `vitals dashboard` started responds; None before."""
     collector = collector_on(data)
     if collector is None:
         return None

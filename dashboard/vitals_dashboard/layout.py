@@ -2,7 +2,7 @@
 
 import getpass
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import streamlit as st
 
@@ -19,6 +19,8 @@ from vitals_dashboard.theme import (
     Palette,
     palette,
 )
+
+T = TypeVar("T", bound=str)
 
 REFRESH_SECONDS = 5.0
 SLOW_SECONDS = 10.0
@@ -55,14 +57,14 @@ def style() -> None:
 
 
 def heading(text: str) -> None:
-    """Set the page's title, and its heading for screen readers; the bar above shows it."""
+    """Set the browser title of a dashboard page, and its heading for screen readers."""
     st.set_page_config(page_title=f"{text} - Vitals")
     with st.container(key="page_heading"):
         st.markdown(f"# {text}")
 
 
 def live_toggle(every: float = REFRESH_SECONDS, *, value: bool = True) -> bool:
-    """Draw the switch and return whether the page refreshes itself; ``value`` is its default."""
+    """Draw the switch for a page's refreshes and return its value; ``value`` is its default."""
     help_text = f"Refresh every {every:.0f} seconds while a run is active; off: never."
     return bool(st.toggle("Live", value=value, key="live", bind="query-params", help=help_text))
 
@@ -91,7 +93,7 @@ def _require_access(draw: Callable[[DataSource], None]) -> Callable[[DataSource]
 
 
 def page_with_live_part(draw: Callable[[DataSource], None]) -> None:
-    """Draw a page that calls ``draw_live_part``; if drawing fails, it is retried."""
+    """Draw any page whose ``draw`` calls ``draw_live_part``; if drawing fails, retry."""
     if not guarded(_require_access(draw)):
         _retry_page_later("page_again")
 
@@ -138,7 +140,7 @@ def draw_runs_periodically(
     key: str,
     every: float = REFRESH_SECONDS,
 ) -> None:
-    """Draw a page of runs, and refresh it every few seconds until all have ended.
+    """Draw any page of runs, and refresh it every few seconds until all have ended.
 
     Its ``draw`` has to call ``stop_refreshes_if_ended``.
     """
@@ -146,7 +148,7 @@ def draw_runs_periodically(
 
 
 def is_page_live(run_ids: Sequence[str], *, live: bool) -> bool:
-    """Return whether a page of these runs is to refresh itself: not once all of them have ended."""
+    """Return whether a page of these runs refreshes itself: not once all of them have ended."""
     st.session_state.pop(_RUNS, None)
     live = live and not _have_runs_ended(run_ids)
     st.session_state[_REFRESHES] = live
@@ -160,6 +162,7 @@ def stop_refreshes_if_ended(runs: Sequence[RunSummary]) -> None:
 
 
 def _have_runs_ended(run_ids: Sequence[str]) -> bool:
+    """Query whether all runs that a page shows have ended, so that it need not refresh."""
     try:
         runs = access.limit_source_to_role(open_data_source()).client.ask(RunsQuestion())
     except VitalsError:  # the page shows it
@@ -170,12 +173,12 @@ def _have_runs_ended(run_ids: Sequence[str]) -> bool:
 
 
 def current_palette() -> Palette:
-    """Return the palette of the theme this browser shows."""
+    """Return the dashboard's colors for the theme that this browser shows."""
     return palette(st.context.theme.type)
 
 
 def current_user() -> str:
-    """Return the current user's name, if known: the default in forms."""
+    """Return the name of the dashboard's user, if known: the default in its forms."""
     if name := access.account():
         return name
     try:
@@ -196,7 +199,7 @@ def run_links() -> None:
 
 
 def run_page(draw: Callable[[DataSource, RunSummary], None], *, key: str) -> None:
-    """Draw a page of one run: the bar, the choice of the run, and the output of ``draw``."""
+    """Draw any page of one run: the bar, the choice of the run, and the output of ``draw``."""
     with st.container(horizontal=True, vertical_alignment="center", key="run_bar"):
         run_links()
         st.space("stretch")
@@ -211,13 +214,13 @@ def run_page(draw: Callable[[DataSource, RunSummary], None], *, key: str) -> Non
 
 
 def run_ids_from_url() -> list[str]:
-    """Return the run in the URL, otherwise the last one; empty without one."""
+    """Return the run in the page's URL, otherwise the last one shown; empty without one."""
     run_id = st.query_params.get("run") or st.session_state.get(LAST_RUN)
     return [str(run_id)] if run_id else []
 
 
 def draw_run_choice(source: DataSource) -> RunSummary | None:
-    """Draw the choice of a run and return it; None, with a message, if there is none."""
+    """Draw the choice of a page's run and return it; None, with a message, if there is none."""
     asked_before = st.session_state.pop(_RUNS, None)
     runs = tables.sort_runs(asked_before or source.client.ask(RunsQuestion()))
     if not runs:
@@ -255,16 +258,12 @@ def _select_run(by_id: Mapping[str, RunSummary], requested: str) -> str | None:
         st.query_params.pop("incident", None)  # one of the run before
         st.session_state[_PICKED] = True
 
-    def label(run_id: str) -> str:
-        # The text must not change: a browser identifies its choice by it.
-        return f"{formatting.run_label(by_id[run_id].name, run_id, 60)}  ({run_id[-6:]})"
-
     selected = st.selectbox(
         "Run",
         list(by_id),
         index=list(by_id).index(requested) if requested in by_id else None,
         key=key,
-        format_func=label,
+        format_func=lambda run_id: formatting.run_choice(by_id[run_id].name, run_id),
         on_change=follow,
         label_visibility="collapsed",
         placeholder="Choose a run",
@@ -273,7 +272,7 @@ def _select_run(by_id: Mapping[str, RunSummary], requested: str) -> str | None:
 
 
 def run_head(run: RunSummary) -> None:
-    """Draw a run's name, state and health in one line."""
+    """Draw a run's name, state and health in one line at the top of its pages."""
     with st.container(horizontal=True, vertical_alignment="center", key="run_head", gap="small"):
         with st.container(key="run_title", width="content"):
             st.text(formatting.run_label(run.name, run.run_id, 160))
@@ -285,8 +284,35 @@ def run_head(run: RunSummary) -> None:
             st.badge(formatting.count(run.num_firing_alerts, "firing alert"), color="red")
 
 
+def draw_choice(
+    label: str, options: Sequence[T], key: str, *, default: T | None = None, **how: Any
+) -> T:
+    """Draw a choice of one of few, kept in the URL; ``default`` is the first if it is not given."""
+    default = options[0] if default is None else default
+    selected = st.segmented_control(
+        label, options, default=default, required=True, key=key, bind="query-params", **how
+    )
+    return selected if selected in options else default
+
+
+def draw_group_choice(label: str, groups: Sequence[str], key: str, hint: str) -> str:
+    """Draw a choice of the key by which runs are grouped; return "" if none is chosen."""
+    group = st.selectbox(
+        label,
+        groups,
+        index=None,
+        key=key,
+        bind="query-params",
+        placeholder=f"{hint} (or type config.KEY)",
+        label_visibility="collapsed",
+        accept_new_options=True,
+        width=230,
+    )
+    return str(group or "").strip()
+
+
 def step_range() -> tuple[int | None, int | None]:
-    """Draw the first and last step to show, both in the URL; None is the run's own."""
+    """Draw the fields for a page's first and last step, both in the URL; None: the run's."""
     with st.container(horizontal=True, width="content"):  # on a narrow screen, both wrap
         entered = [
             st.number_input(
@@ -299,10 +325,7 @@ def step_range() -> tuple[int | None, int | None]:
                 width=115,
                 placeholder=empty,
             )
-            for label, key, empty in (
-                ("From step", "from", "first"),
-                ("To step", "to", "last"),
-            )
+            for label, key, empty in (("From step", "from", "first"), ("To step", "to", "last"))
         ]
     first, last = (None if value is None else int(value) for value in entered)
     if first is not None and last is not None and last < first:
@@ -311,7 +334,7 @@ def step_range() -> tuple[int | None, int | None]:
 
 
 def curves_query_params(run_id: str, first: int, last: int) -> dict[str, str]:
-    """Return the address of a run's curves around some steps."""
+    """Return the parameters of a link between pages: to a run's curves around some steps."""
     margin = {"from": str(max(0, first - AROUND_STEPS)), "to": str(last + AROUND_STEPS)}
     return {"run": run_id, "window": "range"} | margin
 
@@ -329,7 +352,7 @@ def draw_table(
     select: bool = False,
     row_height: int | None = None,
 ) -> int | None:
-    """Draw a table, or ``empty`` without rows; return the selected row's index.
+    """Draw rows as a table on a page, or ``empty`` without any; return the selected index.
 
     Text wraps in rows of a ``row_height`` in pixels; without one a row is one line. A click
     anywhere in a row selects it, as its checkbox does. A selection is stored by position:
@@ -357,7 +380,7 @@ def draw_table(
 
 
 def _default_column_formats(row: tables.Row) -> dict[str, Any]:
-    """Return how columns of these names are shown everywhere."""
+    """Return how all tables of the dashboard show columns of these names."""
     number = st.column_config.NumberColumn(format="localized")
     time = st.column_config.DatetimeColumn(format="distance")
     text = st.column_config.TextColumn(width="large")
@@ -368,7 +391,7 @@ def _default_column_formats(row: tables.Row) -> dict[str, Any]:
 
 
 def draw_form_result(key: str, message: str | None) -> None:
-    """Draw the result of a form: ``message`` now, otherwise the last one.
+    """Draw the result of a form on a page: ``message`` now, otherwise the last one.
 
     It is stored because the page is redrawn every few seconds, maybe before a user has read it.
     """

@@ -26,13 +26,13 @@ def streamlit_index_page() -> str:
 
 
 def paths() -> list[str]:
-    """Return the path of each page below the dashboard's own, one per file; the first has none."""
+    """Return the URL path of each dashboard page, one per file; the first has none."""
     names = (path.stem.removeprefix(_PREFIX) for path in sorted(_ENTRY.glob(f"{_PREFIX}*.py")))
     return ["" if name == "overview" else name for name in names]
 
 
 def routes(text: str) -> list[Route]:
-    """Return routes that serve the page at each of its paths."""
+    """Return routes that serve Streamlit's HTML at the path of each dashboard page."""
 
     async def answer(_: Request) -> HTMLResponse:
         return HTMLResponse(text, headers={"cache-control": "no-cache"})

@@ -7,7 +7,6 @@ from vitals_dashboard import formatting
 
 
 def _draw_notice(title: str, error: VitalsError | None, hint: str, icon: str) -> None:
-    """Draw a notice instead of a dashboard page: title, error and hint."""
     with st.container(border=True, key="notice"):
         st.markdown(f"{icon} **{title}**")
         if error is not None:
@@ -16,11 +15,9 @@ def _draw_notice(title: str, error: VitalsError | None, hint: str, icon: str) ->
 
 
 def collector_down(error: TransportError, *, again: bool = True) -> None:
-    """Show that the collector does not respond, and that no data is lost.
+    """Draw instead of a page that the collector does not respond, and that no data is lost.
 
-    Args:
-        error: the error.
-        again: whether the page retries; otherwise there is a button for it.
+    ``again``: whether the page retries; otherwise there is a button for it.
     """
     _draw_notice(
         "The collector does not answer",
@@ -34,7 +31,7 @@ def collector_down(error: TransportError, *, again: bool = True) -> None:
 
 
 def wrong_token(error: UnauthorizedError) -> None:
-    """Show that the collector refused the token, and how to set another."""
+    """Draw instead of a page that the collector refused the dashboard's token, with the fix."""
     _draw_notice(
         "The collector refused this dashboard's token",
         error,
@@ -52,7 +49,7 @@ def problem(error: VitalsError) -> None:
 
 
 def no_runs() -> None:
-    """Show that there is no run yet, and how to create the first one."""
+    """Draw on a page that there is no run yet, and how to create the first one."""
     _draw_notice(
         "No runs yet",
         None,
@@ -63,7 +60,7 @@ def no_runs() -> None:
 
 
 def no_such_run(run_id: str) -> None:
-    """Show that the URL names an unknown run."""
+    """Draw on a page that its URL names an unknown run."""
     _draw_notice(
         "Run not found",
         None,
@@ -73,5 +70,5 @@ def no_such_run(run_id: str) -> None:
 
 
 def not_understood(error: VitalsError) -> None:
-    """Show which part of a query was invalid, and what is valid."""
+    """Draw on a page which part of the user's query was invalid, and what is valid."""
     _draw_notice("Invalid query", error, error.hint, ":material/help:")

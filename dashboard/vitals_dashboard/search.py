@@ -69,12 +69,12 @@ class RunSearch:
     """Whether a run's configuration matters."""
 
     def matches(self, run: RunSummary, config: Config) -> bool:
-        """Return whether a run matches."""
+        """Return whether a run matches the text in the dashboard's search box."""
         return all(test(run, config) for test in self.tests)
 
 
 def parse_run_search(text: str) -> RunSearch:
-    """Return the search that a text is.
+    """Parse what a user typed in the dashboard's search box for runs.
 
     Raises:
         UsageError: an unknown field, a value that it cannot have, or a quote without its end.
@@ -93,7 +93,7 @@ def parse_run_search(text: str) -> RunSearch:
 
 
 def _word_predicate(term: str) -> RunPredicate:
-    """Return the predicate of a word in the search box: in a run's name, tags etc."""
+    """Return the test of a word in the dashboard's run search: it is in the name, tags etc."""
     needle = term.replace('"', "").casefold()
 
     def holds(run: RunSummary, _: Config) -> bool:
@@ -104,7 +104,7 @@ def _word_predicate(term: str) -> RunPredicate:
 
 
 def _field_predicate(name: str, sign: str, quoted: str) -> RunPredicate:
-    """Return the predicate of FIELD:VALUE in the search box, over runs."""
+    """Return the test of FIELD:VALUE in the dashboard's run search."""
     value = quoted.replace('"', "")
     if not value:
         raise UsageError(f"{name}{sign} has no value", hint=f"give one, such as {name}{sign}1")
@@ -135,7 +135,7 @@ def _field_predicate(name: str, sign: str, quoted: str) -> RunPredicate:
 
 
 def _number_predicate(name: str, sign: str, value: str) -> RunPredicate:
-    """Return the predicate of a number in the search box, such as step>1000."""
+    """Return the test of a number in the dashboard's run search, such as step>1000."""
     limit = _parse_number(value)
     if limit is None:
         raise UsageError(f"{name} is compared with {value!r}, which is not a number",
@@ -154,7 +154,7 @@ def _number_predicate(name: str, sign: str, value: str) -> RunPredicate:
 
 
 def _config_predicate(key: str, sign: str, value: str) -> RunPredicate:
-    """Return the predicate of config.KEY in the search box, over a run's config."""
+    """Return the test of config.KEY that a user typed in the dashboard's run search."""
     limit = _parse_number(value)
 
     def holds(_: RunSummary, config: Config) -> bool:
@@ -173,7 +173,7 @@ def _config_predicate(key: str, sign: str, value: str) -> RunPredicate:
 
 
 def _parse_number(text: str) -> float | None:
-    """Return the number in a term of the search box; None if it has none."""
+    """Return the number in a term of the dashboard's run search; None if it has none."""
     try:
         return float(text.replace("_", ""))
     except ValueError:
@@ -184,7 +184,7 @@ def _parse_number(text: str) -> float | None:
 
 
 def check_group(by: str) -> str:
-    """Return the key to group the run list by; empty: it is not grouped.
+    """Check the key by which a dashboard user groups runs, and return it; empty: no groups.
 
     Raises:
         UsageError: runs cannot be grouped by that.
@@ -200,7 +200,7 @@ def check_group(by: str) -> str:
 def grouped(
     runs: Sequence[RunSummary], by: str, configs: Configs
 ) -> list[tuple[str, list[RunSummary]]]:
-    """Group the fleet page's runs by value; one with several tags is in each group."""
+    """Group the runs that the dashboard lists; one with several tags is in each group."""
     groups: dict[str, list[RunSummary]] = {}
     for run in runs:
         for value in _group_values(run, by, configs.get(run.run_id, {})):
@@ -209,6 +209,7 @@ def grouped(
 
 
 def _group_values(run: RunSummary, by: str, config: Config) -> Sequence[str]:
+    """Return the values by which the dashboard groups a run: tags, a config key, or a field."""
     if by == "tag":
         return run.tags or ("",)
     if by.startswith(CONFIG):

@@ -41,7 +41,7 @@ class SignOn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Users sign in again after this time."""
 
     def role(self, claims: Mapping[str, object], *, unix_seconds: float) -> Role:
-        """Return the role of a user with these claims; "" has no access."""
+        """Return the dashboard role of a signed-on user with these claims; "" has no access."""
         issued = claims.get("iat")
         if not isinstance(issued, int | float) or unix_seconds - issued > self.hours * 3600:
             return ""
@@ -54,7 +54,7 @@ class SignOn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return "look" if self._is_listed(self.look, values) else ""
 
     def _is_listed(self, allowed: tuple[str, ...], values: list[str]) -> bool:
-        """Return whether a claim's values, or their e-mail domains, have this role."""
+        """Return whether the sign-on file gives this role to a claim's values or e-mail domains."""
         if self.claim != "email":
             return not set(allowed).isdisjoint(values)
         lowered = {entry.lower() for entry in allowed}
@@ -62,7 +62,7 @@ class SignOn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def check_public_url(url: str) -> None:
-    """Check an address at which a proxy serves the pages.
+    """Check the URL at which a proxy serves the dashboard's pages.
 
     Raises:
         UsageError: the URL is invalid or not encrypted.
@@ -83,7 +83,7 @@ def check_public_url(url: str) -> None:
 
 
 def read_sign_on(path: Path) -> SignOn:
-    """Return the provider that a file describes.
+    """Read the sign-on provider of the dashboard, and its users' roles, from a TOML file.
 
     Raises:
         UsageError: it cannot be read, others can read it, or it lacks something.
@@ -161,19 +161,19 @@ class DashboardSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_settings(settings: DashboardSettings, path: Path) -> None:
-    """Write the file with access only for this user; it must not exist."""
+    """Write the settings for the Streamlit process, readable only by this user."""
     write_private(msgspec.json.encode(settings), path)
 
 
 def write_private(content: bytes, path: Path) -> None:
-    """Write a new file of mode 0600."""
+    """Write a new file of mode 0600 with the dashboard's settings, secrets or token."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(handle, "wb") as file:
         file.write(content)
 
 
 def load_settings(environ: Mapping[str, str]) -> DashboardSettings:
-    """Return the settings of the file that the environment names.
+    """Load the settings of the Streamlit process from the file that the environment names.
 
     Raises:
         UsageError: there is none, so the app was not started by ``vitals dashboard``.

@@ -65,7 +65,7 @@ def _cached_client(url: str, token: str, _tls: TlsTrust, trusted: str) -> Collec
 
 
 def open_data_source() -> DataSource:
-    """Return the launcher's source; sends no query."""
+    """Return the collector that the dashboard's pages query; sends no query."""
     settings = load_settings(os.environ)
     collector = settings.collector()
     tokens = collector.tokens
@@ -83,7 +83,7 @@ def open_data_source() -> DataSource:
 
 
 def guarded(draw: Callable[[DataSource], None]) -> bool:
-    """Draw a page, or the error of its query; return whether drawing worked."""
+    """Draw a page, or a notice of its query's error; return whether drawing worked."""
     try:
         draw(open_data_source())
         return True
@@ -98,7 +98,7 @@ def guarded(draw: Callable[[DataSource], None]) -> bool:
 
 @contextmanager
 def query_in_threads() -> Iterator[Callable[[Callable[[], A]], Future[A]]]:
-    """Give a function that queries in separate threads; errors are raised with the results."""
+    """Let a page query the collector in separate threads; errors are raised with the results."""
     context = partial(add_script_run_ctx, ctx=get_script_run_ctx())
     with ThreadPoolExecutor(3, initializer=context) as pool:
         yield pool.submit
@@ -117,18 +117,18 @@ def loss_curve(_client: CollectorClient, url: str, run_id: str, seen: object) ->
 def _cached_response(
     _client: CollectorClient, url: str, question: Question[A], seen_unix_ns: tuple[int, ...]
 ) -> A:
-    """Return a cached response; queried again if its runs have reported, or after a minute."""
+    """Return a page's cached response; queried again if its runs reported, or after a minute."""
     return _client.ask(question)
 
 
 @st.cache_data(max_entries=1000, ttl=60, show_spinner=False)
 def _cached_verdict(_client: CollectorClient, url: str, run_id: str, changed: object) -> RunVerdict:
-    """Return the cached verdict on a run; queried again if ``changed`` differs."""
+    """Return the verdict on a run from the dashboard's cache, until ``changed`` differs."""
     return _client.ask(VerdictQuestion(run_id=run_id))
 
 
 def verdict_of(source: DataSource, run: RunSummary, *, is_exact: bool = False) -> RunVerdict:
-    """Return the verdict on a run.
+    """Return the verdict on a run for a page, from the cache if possible.
 
     Queried again after an event or note in the run, or after a minute; ``is_exact``: whenever the
     run has reported, so that its steps match the page.
@@ -138,7 +138,7 @@ def verdict_of(source: DataSource, run: RunSummary, *, is_exact: bool = False) -
 
 
 def event_cache_key(run: RunSummary) -> tuple[object, ...]:
-    """Return the fields of a run that change with each event or note."""
+    """Return the fields of a run whose change makes pages query or draw again."""
     return (
         run.state, run.health, run.num_attempts, run.num_skips, run.num_rollbacks,
         run.num_firing_alerts, run.last_decision, run.missing,
@@ -147,12 +147,12 @@ def event_cache_key(run: RunSummary) -> tuple[object, ...]:
 
 @st.cache_data(max_entries=16, ttl=60, show_spinner=False)
 def configs_of(_client: CollectorClient, url: str, num_runs: int) -> dict[str, dict[str, Any]]:
-    """Return the configuration of every run; queried again if there are more, or after a minute."""
+    """Return every run's configuration from the dashboard's cache of at most a minute."""
     return _client.ask(ConfigsQuestion())
 
 
 def last_value(reply: SeriesReply | None) -> float | None:
-    """Return the latest value, NaN and Inf unchanged; None if there is none."""
+    """Return the latest value of a series for a page, NaN and Inf unchanged; None without one."""
     if reply is None:
         return None
     points = zip(reply.step, reply.value, strict=True)
@@ -165,7 +165,7 @@ def last_value(reply: SeriesReply | None) -> float | None:
 def query_differences(
     source: DataSource, details: Sequence[RunDetail], metric: str, along: Along
 ) -> list[DifferenceReply]:
-    """Return what each run but the first has more of a metric than the first."""
+    """Query for a page how much each other run's metric differs from that of the first."""
     client = source.client
     first, *others = [detail.summary for detail in details]
     return [
@@ -182,13 +182,13 @@ def query_differences(
 
 
 def goodput_of(source: DataSource, run: RunSummary) -> GoodputView:
-    """Return where a run's time went; queried again after a minute, or in another state."""
+    """Return where a run's time went, from the dashboard's cache of at most a minute."""
     question = GoodputQuestion(run_id=run.run_id)
     return _cached_response(source.client, source.client.url, question, (hash(run.state),))
 
 
 def forecast_of(source: DataSource, run: RunSummary, other: str = "") -> ForecastView:
-    """Return the forecast of a run; queried again after a minute, or in another state."""
+    """Return the forecast of a run, from the dashboard's cache of at most a minute."""
     question = ForecastQuestion(run_id=run.run_id, other=other)
     changed = hash((run.state, run.last_step < 0))
     return _cached_response(source.client, source.client.url, question, (changed,))
@@ -197,7 +197,7 @@ def forecast_of(source: DataSource, run: RunSummary, other: str = "") -> Forecas
 def series_of(
     source: DataSource, detail: RunDetail, requests: Sequence[SeriesRequest]
 ) -> list[SeriesReply | None]:
-    """Return current series of a run; None for a series without points.
+    """Query the current series of a run for a page; None for a series without points.
 
     One request for all: the round trip dominates the cost of a refresh.
     """

@@ -7,7 +7,8 @@ import numpy as np
 
 from trainvitals.units import humanize_count
 from trainvitals.views import RunDetail
-from vitals_dashboard import formatting, heatmap
+from vitals_dashboard import formatting
+from vitals_dashboard.charts import heatmap
 
 SLOWER = 0.05
 """Part by which a rank must be slower than the middle of all to be named."""
@@ -28,7 +29,7 @@ class Straggler:
 
     @property
     def slower(self) -> float:
-        """Part by which it is slower."""
+        """Return by which part the rank or node is slower, as the dashboard shows it."""
         return self.seconds / self.middle - 1
 
 
@@ -43,7 +44,7 @@ class StragglerSummary:
 
 
 def nodes_of(detail: RunDetail) -> dict[str, str]:
-    """Return the node each source was last seen on."""
+    """Return the node each source was last seen on, for the names of ranks on the dashboard."""
     seen = sorted(detail.sources, key=lambda source: source.last_seen_unix_ns)
     return {source.source: source.node for source in seen if source.node}
 
@@ -51,7 +52,7 @@ def nodes_of(detail: RunDetail) -> dict[str, str]:
 def summarize_stragglers(
     cells: heatmap.Floats, rows: Sequence[str], detail: RunDetail
 ) -> StragglerSummary:
-    """Return the ranks or nodes slower than the others, by their median step."""
+    """Return the ranks and nodes that the dashboard names as slow, by their median step."""
     medians = heatmap.median_along_axis(cells, 1)[:, 0]
     nodes = nodes_of(detail)
     of_ranks = {
@@ -72,7 +73,7 @@ def summarize_stragglers(
 
 
 def _find_stragglers(paces: dict[str, float], nodes: dict[str, str]) -> tuple[Straggler, ...]:
-    """Return the ranks or nodes whose median step is unusually long, longest first."""
+    """Return ranks or nodes that the dashboard names as unusually slow, slowest first."""
     if len(paces) < 2:
         return ()
     values = np.array(list(paces.values()))
@@ -88,7 +89,7 @@ def _find_stragglers(paces: dict[str, float], nodes: dict[str, str]) -> tuple[St
 
 
 def straggler_sentences(what: StragglerSummary) -> list[str]:
-    """Return the stragglers as sentences; one sentence if there are none."""
+    """Return sentences about stragglers for a dashboard page; one if there are none."""
     if not what.num_ranks:
         return ["No step time was measured here, so no straggler can be named."]
     if what.num_ranks == 1:
@@ -109,7 +110,7 @@ def straggler_sentences(what: StragglerSummary) -> list[str]:
 
 
 def _straggler_sentence(straggler: Straggler, kind: str) -> str:
-    """Return a sentence about a slow rank or node, for the ranks page."""
+    """Return the dashboard's sentence about a slow rank or node."""
     name = straggler.name.replace(":", " ", 1) if kind == "rank" else f"node {straggler.name}"
     where = f" on {straggler.node}" if straggler.node else ""
     others = f"the median of {straggler.of:,} {kind}s" if straggler.of > 2 else f"the other {kind}"
@@ -121,12 +122,9 @@ def _straggler_sentence(straggler: Straggler, kind: str) -> str:
 
 
 def blocking_rank_sentence(cells: heatmap.Floats, rows: Sequence[str], steps: Sequence[int]) -> str:
-    """Return the blocking rank: the one that waits least, in most of the steps.
+    """Return a page's sentence about the blocking rank: it waits least in most steps.
 
-    Args:
-        cells: (ranks, steps) seconds that each waited.
-        rows: the ranks.
-        steps: the steps.
+    ``cells`` (ranks, steps) are the seconds that each waited.
     """
     whole = cells[:, np.isfinite(cells).all(axis=0)]
     if len(rows) < 2 or not whole.size:
@@ -144,5 +142,5 @@ def blocking_rank_sentence(cells: heatmap.Floats, rows: Sequence[str], steps: Se
 
 
 def _format_seconds(seconds: float) -> str:
-    """Return a step's duration as text, for the ranks page."""
+    """Return a step's duration as text in the dashboard's sentences about stragglers."""
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainvitals.goodput import BUCKETS
 from trainvitals.hindsight import HINDSIGHT_WORDS
-from trainvitals.records import SEVERITY_WORDS, Command
+from trainvitals.records import SEVERITY_WORDS
 from trainvitals.units import humanize_seconds
 from trainvitals.views import (
     AlertView,
@@ -25,19 +25,13 @@ from trainvitals.views import (
     StepData,
 )
 from vitals_dashboard import formatting
-from vitals_dashboard.theme import (
-    ACTIONS,
-    ALERT_WORDS,
-    CHECKPOINT_WORDS,
-    HEALTH_WORDS,
-    STATE_WORDS,
-)
+from vitals_dashboard.theme import ACTIONS, ALERT_WORDS, CHECKPOINT_WORDS, HEALTH_WORDS, STATE_WORDS
 
 Row = dict[str, Any]
 
 
 def to_datetime(time_unix_ns: int) -> datetime | None:
-    """Return a time for a table cell, or None if it is unknown."""
+    """Return a time for a table cell of the dashboard, or None if it is unknown."""
     return datetime.fromtimestamp(time_unix_ns / 1e9, tz=UTC) if time_unix_ns > 0 else None
 
 
@@ -49,7 +43,7 @@ def run_rows(
     verdicts: Mapping[str, str],
     hung: Collection[str] = (),
 ) -> list[Row]:
-    """Return the rows of the run list, in the given order; ``hung`` are ids of hanging runs.
+    """Return the rows of the dashboard's run list in the given order; ``hung`` are run ids.
 
     A table's numeric column cannot show NaN: losses are texts if one is non-finite. State and
     health are lists of one item, which a table shows as labels with a color.
@@ -96,26 +90,22 @@ ORDERS: dict[str, Callable[[RunSummary], Any]] = {
 
 
 def sort_runs(runs: Iterable[RunSummary], order: str = "newest first") -> list[RunSummary]:
-    """Return the runs in one of ``ORDERS``; for an unknown name, the latest first."""
+    """Sort the dashboard's run list by one of ``ORDERS``; for other names, latest first."""
     return sorted(runs, key=ORDERS.get(order, ORDERS["newest first"]))
 
 
-def _observed(view: DecisionView) -> str:
-    """Describe a policy action that was not taken, and whether it should have been."""
-    return ", ".join(filter(None, ("observed", HINDSIGHT_WORDS.get(view.hindsight, ""))))
-
-
 def decision_rows(decisions: Sequence[DecisionView]) -> list[Row]:
-    """Return the decision log, latest first."""
+    """Return the dashboard's table of the decision log, latest first."""
     rows = []
     for view in sorted(decisions, key=lambda v: v.decision.ledger_seq, reverse=True):
         decision = view.decision
         look = ACTIONS.get(decision.action)
         word = f"{look.icon} {look.word}" if look else str(decision.action)
+        observed = ", ".join(filter(None, ("observed", HINDSIGHT_WORDS.get(view.hindsight, ""))))
         rows.append(
             {
                 "Step": decision.step,
-                "Action": word if decision.acted else f"{word} ({_observed(view)})",
+                "Action": word if decision.acted else f"{word} ({observed})",
                 "Reason": formatting.plain(decision.reason, 400),
                 "Rule": formatting.plain(decision.rule, 60),
                 "Rank": decision.rank if decision.rank >= 0 else None,
@@ -134,7 +124,7 @@ def decision_rows(decisions: Sequence[DecisionView]) -> list[Row]:
 
 
 def checkpoint_rows(checkpoints: Sequence[CheckpointView]) -> list[Row]:
-    """Return the checkpoints and snapshots, latest first."""
+    """Convert checkpoints and snapshots to rows of a table on a page, latest first."""
     newest = sorted(checkpoints, key=lambda c: c.time_unix_ns, reverse=True)
     return [
         {
@@ -151,7 +141,7 @@ def checkpoint_rows(checkpoints: Sequence[CheckpointView]) -> list[Row]:
 
 
 def attempt_rows(attempts: Sequence[AttemptView]) -> list[Row]:
-    """Return the attempts, latest first, with their displayed numbers."""
+    """Convert a run's attempts to the rows that a page shows, latest first, with numbers."""
     ordinals = {attempt.id: attempt.ordinal for attempt in attempts}
     return [
         {
@@ -167,7 +157,7 @@ def attempt_rows(attempts: Sequence[AttemptView]) -> list[Row]:
 
 
 def goodput_rows(view: GoodputView) -> list[Row]:
-    """Return the non-empty buckets of a run's wall time, in the usual order."""
+    """Return the dashboard's table of how a run's wall time was used, without empty buckets."""
     wall = view.end_unix_ns - view.begin_unix_ns
     return [
         {
@@ -181,7 +171,7 @@ def goodput_rows(view: GoodputView) -> list[Row]:
 
 
 def phone_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of the run list in two columns, for a narrow screen."""
+    """Return the rows of the run list in two columns, for a browser with a narrow screen."""
     return [
         {
             "Run": formatting.plain(row["Run"], 40),
@@ -195,7 +185,7 @@ def phone_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def waiting_rows(runs: Sequence[tuple[RunSummary, GoodputView]]) -> list[Row]:
-    """Return what stragglers and hangs cost each run, the most expensive first.
+    """Return for a page what stragglers and hangs cost each run, the most expensive first.
 
     The time counts for each rank, as one GPU; runs without such a time are omitted.
     """
@@ -220,7 +210,7 @@ def waiting_rows(runs: Sequence[tuple[RunSummary, GoodputView]]) -> list[Row]:
 
 
 def alert_rows(alerts: Sequence[AlertView], names: dict[str, str]) -> list[Row]:
-    """Return resolved and pending alerts, the latest change first."""
+    """Return the dashboard's table of resolved and pending alerts, the latest change first."""
     return [
         {
             "Alert": formatting.plain(alert.title, 60),
@@ -238,7 +228,7 @@ def alert_rows(alerts: Sequence[AlertView], names: dict[str, str]) -> list[Row]:
 
 
 def finding_rows(findings: Sequence[FindingView]) -> list[Row]:
-    """Return the findings, latest first."""
+    """Convert findings to table rows for the dashboard, latest first."""
     return [
         {
             "Step": view.finding.step,
@@ -271,7 +261,7 @@ def mover_rows(movers: Sequence[MoverView]) -> list[Row]:
 
 
 def source_rows(sources: Sequence[SourceView], *, now_unix_ns: int) -> list[Row]:
-    """Return the sources: ranks, GPUs and nodes, the latest report first."""
+    """List ranks, GPUs and nodes in rows for a page, the latest report first."""
     return [
         {
             "Source": formatting.plain(source.source, 80),
@@ -288,7 +278,7 @@ def source_rows(sources: Sequence[SourceView], *, now_unix_ns: int) -> list[Row]
 
 
 def event_rows(events: Sequence[EventView]) -> list[Row]:
-    """Return events, oldest first: a story is read that way."""
+    """Convert events to table rows for the browser, oldest first: a story is read that way."""
     return [
         {
             "Step": event.step if event.step >= 0 else None,
@@ -302,7 +292,7 @@ def event_rows(events: Sequence[EventView]) -> list[Row]:
 
 
 def step_data_rows(data: Sequence[StepData]) -> list[Row]:
-    """Return which batches and samples fed the steps."""
+    """Return the dashboard's table of the batches and samples that fed the steps."""
     return [
         {
             "Source": formatting.plain(entry.source, 40),
@@ -317,17 +307,12 @@ def step_data_rows(data: Sequence[StepData]) -> list[Row]:
     ]
 
 
-def _command_text(command: Command) -> str:
-    """Return a manual command as text for the dashboard's table."""
-    is_accept = command.action == "accept"
-    return f"accept step {command.argument:,.0f}" if is_accept else command.action
-
-
 def command_rows(commands: Sequence[CommandView]) -> list[Row]:
-    """Return the commands and their results, latest first."""
+    """Return the dashboard's table of manual commands and their results, latest first."""
     return [
         {
-            "Action": _command_text(view.command),
+            "Action": view.command.action
+            + (f" step {view.command.argument:,.0f}" if view.command.action == "accept" else ""),
             "Answer": view.status,
             "Reason": formatting.plain(view.command.reason, 300),
             "Detail": formatting.plain(view.detail, 300),
@@ -341,7 +326,7 @@ def command_rows(commands: Sequence[CommandView]) -> list[Row]:
 
 
 def incident_rows(incidents: Sequence[IncidentView]) -> list[Row]:
-    """Return incidents in the given order."""
+    """Convert incidents to the rows of a page's table, in the given order."""
     return [
         {
             "Step": incident.onset_step,

@@ -12,7 +12,7 @@ BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 VERMILLION, PURPLE, YELLOW, GREY = "#D55E00", "#CC79A7", "#F0E442", "#8A8F98"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ActionLook:
     """Shape, color and name of one action of the policy."""
 
@@ -27,45 +27,14 @@ class ActionLook:
 
 ACTIONS: dict[ActionName, ActionLook] = {
     "skip_step": ActionLook(
-        word="skip",
-        colour=ORANGE,
-        symbol="triangle",
-        line="dotted",
-        width=1.0,
-        icon="\N{BLACK UP-POINTING TRIANGLE}",
+        "skip", ORANGE, "triangle", "dotted", 1.0, "\N{BLACK UP-POINTING TRIANGLE}"
     ),
-    "rollback": ActionLook(
-        word="rollback",
-        colour=PURPLE,
-        symbol="diamond",
-        line="solid",
-        width=1.6,
-        icon="\N{BLACK DIAMOND}",
-    ),
-    "halt": ActionLook(
-        word="halt",
-        colour=VERMILLION,
-        symbol="rect",
-        line="solid",
-        width=2.2,
-        icon="\N{BLACK SQUARE}",
-    ),
+    "rollback": ActionLook("rollback", PURPLE, "diamond", "solid", 1.6, "\N{BLACK DIAMOND}"),
+    "halt": ActionLook("halt", VERMILLION, "rect", "solid", 2.2, "\N{BLACK SQUARE}"),
     "restart": ActionLook(
-        word="job ended",
-        colour=BLUE,
-        symbol="down",
-        line="dashed",
-        width=1.6,
-        icon="\N{CLOCKWISE OPEN CIRCLE ARROW}",
+        "job ended", BLUE, "down", "dashed", 1.6, "\N{CLOCKWISE OPEN CIRCLE ARROW}"
     ),
-    "accept_level": ActionLook(
-        word="new level",
-        colour=GREEN,
-        symbol="circle",
-        line="dashed",
-        width=1.0,
-        icon="\N{BLACK CIRCLE}",
-    ),
+    "accept_level": ActionLook("new level", GREEN, "circle", "dashed", 1.0, "\N{BLACK CIRCLE}"),
 }
 """``continue`` is not drawn: nothing was done."""
 
@@ -158,7 +127,7 @@ DARK = Palette(
 
 
 def palette(theme: str | None) -> Palette:
-    """Return the palette of a theme; light if the browser has not sent it yet."""
+    """Return the dashboard's colors in a theme; light if the browser has not sent it yet."""
     return DARK if theme == "dark" else LIGHT
 
 

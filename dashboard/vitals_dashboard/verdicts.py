@@ -15,13 +15,8 @@ MAX_TEXT = 600
 _SHAPES = {True: "\N{BLACK UP-POINTING TRIANGLE} Open incident", False: "\N{CHECK MARK} Resolved"}
 
 
-def is_urgent(run: RunSummary, judged: RunVerdict) -> bool:
-    """Return whether an operator has to act: only then does the page show a command."""
-    return run.state in ("halted", "failed", "lost") or any(i.is_open for i in judged.incidents)
-
-
 def draw_verdict_strip(run: RunSummary, judged: RunVerdict) -> None:
-    """Draw the verdict on a run in two lines at most; the rest folds out above what follows."""
+    """Draw the verdict on a run as a strip of two lines for a page; the rest folds out."""
     verdict = judged.verdict
     with st.container(
         horizontal=True, vertical_alignment="center", key="verdict_strip", gap="small"
@@ -50,7 +45,10 @@ def draw_verdict_strip(run: RunSummary, judged: RunVerdict) -> None:
             icon=":material/emergency:",
             query_params={"run": run.run_id, "incident": verdict.incident_id},
         )
-    if not (is_urgent(run, judged) and verdict.commands):
+    is_urgent = run.state in ("halted", "failed", "lost") or any(
+        i.is_open for i in judged.incidents
+    )
+    if not (is_urgent and verdict.commands):  # nobody has to act
         return
     with st.container(horizontal=True, vertical_alignment="center", key="strip_next"):
         st.text(formatting.plain(f"Next: {verdict.next}", MAX_TEXT))
@@ -59,12 +57,12 @@ def draw_verdict_strip(run: RunSummary, judged: RunVerdict) -> None:
 
 
 def draw_verdict_panel(verdict: VerdictView) -> None:
-    """Draw the whole verdict: each fact with its name, then the commands to copy."""
+    """Draw the whole verdict as a part of a page: facts by name, then commands to copy."""
     _draw(verdict_blocks(verdict), key="verdict")
 
 
 def draw_verdict_timeline(verdict: VerdictView) -> None:
-    """Draw what happened, one line each."""
+    """Draw the timeline of the verdict as a part of a page, one line per event."""
     _draw(timeline_blocks(verdict), key="timeline")
 
 
@@ -92,14 +90,14 @@ def _draw(blocks: Iterable[TextBlock], *, key: str) -> None:
 
 
 def _label(name: str, cell: object) -> str:
-    """Return a timeline cell of the verdict as text: a time, or a named number."""
+    """Return a cell of the verdict's timeline on the dashboard as text: a time or a number."""
     if isinstance(cell, datetime):
         return f"{cell:%H:%M:%S} UTC"
     return f"{name} {cell:,}" if isinstance(cell, int) else ""
 
 
 def ticket_of(run: RunSummary, incident: IncidentView) -> None:
-    """Draw the control to copy the summary to a ticket."""
+    """Draw the part of a page from which a user copies an incident's summary to a ticket."""
     blocks = incident_blocks(incident, run)
     with st.popover("For a ticket", icon=":material/content_copy:", key="ticket_open"):
         as_markdown, as_page = st.tabs(["Markdown", "HTML"])
@@ -116,7 +114,7 @@ def ticket_of(run: RunSummary, incident: IncidentView) -> None:
 
 
 def headline(run: RunSummary, judged: RunVerdict | None) -> str:
-    """Return the verdict as one line for a list of runs; "" without any incident."""
+    """Return the verdict as one line of the dashboard's run list; "" without any incident."""
     if judged is None or not judged.verdict.incident_id:
         return ""
     is_open = any(line.is_open for line in judged.incidents)
@@ -124,13 +122,3 @@ def headline(run: RunSummary, judged: RunVerdict | None) -> str:
     return formatting.plain(
         description if is_open or run.state != "running" else f"Resolved: {description}", 300
     )
-
-
-__all__ = [
-    "draw_verdict_panel",
-    "draw_verdict_strip",
-    "draw_verdict_timeline",
-    "headline",
-    "is_urgent",
-    "ticket_of",
-]

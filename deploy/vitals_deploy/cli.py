@@ -229,7 +229,7 @@ def reader_tokens(path: Path) -> CollectorTokens:
 
 
 def _read_line(path: Path) -> str:
-    """Return the first line of a file, such as a Grafana token."""
+    """Read the token for pushing the dashboard to Grafana from the first line of a file."""
     try:
         text = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -240,12 +240,12 @@ def _read_line(path: Path) -> str:
 
 
 def _write_and_print(directory: Path, files: dict[str, str], *, force: bool) -> None:
-    """Write generated deployment files, and print their paths."""
     for path in write_files(directory, files, force=force):
         typer.echo(path)
 
 
 def _write_secret(path: Path, token: str) -> Path:
+    """Write a token with which Prometheus scrapes to a private file; return its path."""
     try:
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -262,7 +262,7 @@ def _write_secret(path: Path, token: str) -> Path:
 
 
 def write_files(directory: Path, files: Mapping[str, str], *, force: bool = False) -> list[Path]:
-    """Write the files below the directory; return their paths.
+    """Write generated deployment files below the directory; return their paths.
 
     Raises:
         UsageError: a file is there with another content and `force` is false; nothing was written.

@@ -56,15 +56,15 @@ class GrafanaClient:
         )
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the Grafana server."""
         self._api.s.close()
 
     def version(self) -> str:
-        """Return the server's version, or "" where it keeps it to itself."""
+        """Return the version of the Grafana server; "" if it does not reveal it."""
         return str(self._call_api("GET", "/health").get("version", ""))
 
     def ensure_folder(self, title: str = "Vitals") -> str:
-        """Create the folder unless it is there; return its uid."""
+        """Create the folder for the dashboard in Grafana unless it exists; return its uid."""
         try:
             self._call_api("GET", f"/folders/{FOLDER_UID}")
         except _NotFoundError:
@@ -72,7 +72,7 @@ class GrafanaClient:
         return FOLDER_UID
 
     def ensure_datasource(self, prometheus_url: str) -> str:
-        """Create the Prometheus data source, or point the one that is there; return its uid."""
+        """Create or update Grafana's data source for Prometheus; return its uid."""
         body = {
             "uid": DATASOURCE_UID,
             "name": "Vitals Prometheus",
@@ -89,7 +89,7 @@ class GrafanaClient:
         return DATASOURCE_UID
 
     def push_dashboard(self, dashboard: dict[str, Any], *, folder_uid: str) -> str:
-        """Create or replace the dashboard; return its address."""
+        """Create or replace the dashboard on the Grafana server; return its URL."""
         body = {
             "dashboard": {**dashboard, "id": None},
             "folderUid": folder_uid,
@@ -102,6 +102,7 @@ class GrafanaClient:
     def _call_api(
         self, method: str, path: str, body: dict[str, Any] | None = None
     ) -> dict[str, Any]:
+        """Call the API of the Grafana server; return the decoded response."""
         from grafana_api.grafana_api import GrafanaException
         from requests import RequestException
 
@@ -134,6 +135,7 @@ class GrafanaClient:
         return TransportError(text, hint="the server's log says more")
 
     def _not_grafana_error(self) -> TransportError:
+        """Return the error for a response that does not come from a Grafana server."""
         return TransportError(
             f"{self._url} answered with a page that is not Grafana's",
             hint="a proxy or a login page may stand in between; give the address of Grafana itself",

@@ -6,12 +6,11 @@ They forward the collector's alerts, and check what it cannot report: that it, o
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from ssl import PEM_cert_to_DER_cert
 
-from trainvitals.alerting import ALERTS, RUNBOOK, AlertSpec
-from trainvitals.catalog import find_metric
+from trainvitals.alerting import ALERTS, RUNBOOK
 from trainvitals.io.server_identity import SERVER_NAME, TlsTrust
 from vitals_deploy.templates import fill_template
 
@@ -45,18 +44,16 @@ class AlertingRule:
     did: str
     """Reaction of Vitals, as the end of a sentence that starts with its name."""
     to_do: str
-    ends: str = ""
+    ends: str = "15 minutes have passed without a new occurrence."
     """End of the alert, as the end of a sentence; for the runbook."""
     hold: str = ""
     """Time for which the expression must hold, in Prometheus syntax; empty: immediately."""
-    severity: str = ""
+    severity: str = "notify"
     """`page` or `notify`; empty if the series itself has a severity label."""
-    metrics: tuple[str, ...] = field(default=())
-    """Metrics of the catalog in the expression; a test compares both."""
 
 
 def _alert_text_template(texts: Mapping[str, str], otherwise: str) -> str:
-    """Return the template that selects the text by `$labels.alert`; others get a general one."""
+    """Return the template with which a Prometheus rule selects the text by its alert."""
     alerts_of: dict[str, list[str]] = {}
     for alert, text in texts.items():
         alerts_of.setdefault(text, []).append(json.dumps(alert))
@@ -64,11 +61,6 @@ def _alert_text_template(texts: Mapping[str, str], otherwise: str) -> str:
         f"if eq $labels.alert {' '.join(alerts)} }}}}{text}" for text, alerts in alerts_of.items()
     ]
     return "{{ " + "{{ else ".join(cases) + "{{ else }}" + otherwise + "{{ end }}"
-
-
-def _to_do(alert: AlertSpec) -> str:
-    """Return an alert's recommended action, for its Prometheus rule."""
-    return alert.to_do.replace(" RUN", " {{ $labels.run }}")
 
 
 _TOLD = tuple(alert for alert in ALERTS if alert.severity != "log")
@@ -80,6 +72,8 @@ _PAGE = "/{{ if $labels.run }}?run={{ $labels.run }}{{ end }}"
 ENGINE_RULES = (
     AlertingRule(
         name="VitalsAlert",
+        severity="",
+        ends="",
         # The last value counts for a day: a collector that died resolves nothing. Only a later
         # value resolves it, its own or that of another collector on the same database.
         expr="max by (run, alert, severity, cause) (last_over_time("
@@ -97,9 +91,9 @@ ENGINE_RULES = (
             {alert.name: alert.did for alert in _TOLD}, "acted as `vitals alerts list` shows."
         ),
         to_do=_alert_text_template(
-            {alert.name: _to_do(alert) for alert in _TOLD}, "Read the runbook."
+            {alert.name: alert.to_do.replace(" RUN", " {{ $labels.run }}") for alert in _TOLD},
+            "Read the runbook.",
         ),
-        metrics=("collector_alert_firing",),
     ),
 )
 
@@ -126,102 +120,78 @@ ABSENCE_RULES = (
         'unless on (run) train_run_state{state!="running"} == 1) '
         'or up{job="vitals-agent", run=""} == 0',
         hold="5m",
-        severity="notify",
         summary="The agent {{ $labels.instance }} does not respond",
         description="An agent does not respond while its run continues.",
         did="took no action; training continues, and the journal keeps rows up to its size limit.",
         to_do="Restart the agent.",
         ends="the agent responds again, or its run has ended.",
-        metrics=("train_run_state",),
     ),
     AlertingRule(
         name="VitalsAgentStalled",
         # The metrics of an agent that dies end with it: they count until VitalsAgentDown fires.
         expr="last_over_time(agent_cycle_age_seconds[15m]) > 120",
         hold="1m",
-        severity="notify",
         summary="The agent {{ $labels.instance }} responds but makes no progress",
         description="An agent finished its last cycle two minutes ago. A full or hanging disk "
         "below its spool is the usual cause.",
         did="took no action; training continues.",
         to_do="Check that disk, then restart the agent.",
         ends="the agent finishes a cycle, or has not responded for 15 minutes.",
-        metrics=("agent_cycle_age_seconds",),
     ),
 )
-
-_NO_MORE_LOSS = "15 minutes have passed without a new occurrence."
 
 LOSS_RULES = (
     AlertingRule(
         name="VitalsRowsDropped",
         expr="increase(agent_dropped_rows_total[15m]) > 0",
-        severity="notify",
         summary="The agent {{ $labels.instance }} dropped rows",
         description="A journal or the spool was full: the collector was too slow or down for too "
         "long.",
         did="counted the lost rows; training continues.",
         to_do="Check that the collector responds and has disk space.",
-        ends=_NO_MORE_LOSS,
-        metrics=("agent_dropped_rows_total",),
     ),
     AlertingRule(
         name="VitalsRowsLost",
         expr="increase(collector_lost_rows_total[15m]) > 0",
-        severity="notify",
         summary="Rows never reached the collector",
         description="Sequence numbers have gaps: rows never reached the collector.",
         did="counted the lost rows.",
         to_do="`vitals show RUN` names the source; check its node's disk and its agent.",
-        ends=_NO_MORE_LOSS,
-        metrics=("collector_lost_rows_total",),
     ),
     AlertingRule(
         name="VitalsSpoolDamaged",
         expr="increase(agent_corrupt_rows_total[15m]) > 0 "
         "or increase(collector_damaged_stretches_total[15m]) > 0",
-        severity="notify",
         summary="{{ $labels.instance }} found damaged data in a spool or a journal",
         description="Checksums in a spool or a journal did not match.",
         did="quarantined the damaged rows and counted them.",
         to_do="Check the disk.",
-        ends=_NO_MORE_LOSS,
-        metrics=("agent_corrupt_rows_total", "collector_damaged_stretches_total"),
     ),
     AlertingRule(
         name="VitalsStoreDamaged",
         expr="increase(collector_damaged_batches_total[15m]) > 0",
-        severity="notify",
         summary="The collector's store is damaged",
         description="Stored rows fail their checksum.",
         did="leaves them out of query results; only `vitals sql` does not check them.",
         to_do="`vitals store check` lists them; check the disk.",
-        ends=_NO_MORE_LOSS,
-        metrics=("collector_damaged_batches_total",),
     ),
     AlertingRule(
         name="VitalsBatchesRejected",
         expr="sum by (reason) (increase("
         'collector_rejected_batches_total{reason!~"V24[01]"}[15m])) > 0',
-        severity="notify",
         summary="The collector rejects batches: {{ $labels.reason }}",
         description="The collector rejects batches; usually an agent is newer than the collector.",
         did="counted the batches and stored nothing of them.",
         to_do="Update the collector.",
-        ends=_NO_MORE_LOSS,
-        metrics=("collector_rejected_batches_total",),
     ),
     AlertingRule(
         name="VitalsNotificationsFailing",
         expr="sum by (notifier) (increase("
         'collector_notifications_total{outcome=~"failed|dropped"}[15m])) > 0',
-        severity="notify",
         summary="Alerts fail at the notifier {{ $labels.notifier }}",
         description="A receiver rejects alerts, or is down while too many wait for it.",
         did="keeps trying.",
         to_do="`vitals alerts test` shows what the receiver answers.",
-        ends=_NO_MORE_LOSS,
-        metrics=("collector_notifications_total",),
     ),
 )
 
@@ -235,7 +205,6 @@ ACCESS_RULES = (
         'or sum by (reason) (increase(collector_refused_requests_total{reason=~"V41[01]"}[15m])) '
         "> 20 or sum by (reason) (increase("
         'collector_rejected_batches_total{reason=~"V24[01]"}[15m])) > 0',
-        severity="notify",
         summary="The collector refuses access: {{ $labels.reason }}",
         description="Requests came with no or a wrong token (V410), for another host or page "
         "(V411), without the scope (V412), beyond the token's project or run (V413), with an "
@@ -244,8 +213,6 @@ ACCESS_RULES = (
         did="refused and counted them; agents keep the rows.",
         to_do="`vitals token list` shows the tokens and their owners. If a job has the wrong file, "
         "give it the right one; if a token is misused, `vitals token revoke ID`.",
-        ends=_NO_MORE_LOSS,
-        metrics=("collector_refused_requests_total", "collector_rejected_batches_total"),
     ),
 )
 
@@ -318,7 +285,7 @@ def prometheus_trust(tls: TlsTrust | None) -> tuple[str, str]:
 
 
 def render_rules(*, public_url: str = "", runbook_url: str = RUNBOOK) -> str:
-    """Return the rules as YAML; strings are quoted as JSON, which is valid YAML."""
+    """Return the alert rules for Prometheus as YAML; strings are quoted as JSON, which is valid."""
     lines = ["# Alert rules of Vitals. Generated by `vitals deploy prometheus`.", "groups:"]
     for group, rules in GROUPS:
         lines += [f"  - name: {group}", "    rules:"]
@@ -328,9 +295,6 @@ def render_rules(*, public_url: str = "", runbook_url: str = RUNBOOK) -> str:
 
 
 def _render_rule(rule: AlertingRule, public_url: str, runbook_url: str) -> list[str]:
-    """Return the YAML lines of an alerting rule of Prometheus."""
-    for metric in rule.metrics:
-        find_metric(metric)  # fail for unknown metrics: their rules would never fire
     lines = [f"      - alert: {rule.name}", f"        expr: {json.dumps(rule.expr)}"]
     if rule.hold:
         lines.append(f"        for: {rule.hold}")
@@ -350,7 +314,7 @@ def _render_rule(rule: AlertingRule, public_url: str, runbook_url: str) -> list[
 
 
 def agent_targets(runs: Path) -> list[dict[str, object]]:
-    """Return a target group for each agent that wrote its URL below the run directories."""
+    """Return a Prometheus target group for each agent with a URL below the run directories."""
     groups: list[dict[str, object]] = []
     for path in sorted(runs.glob("*/agents/*/agent.json")):
         url = _agent_url(path)

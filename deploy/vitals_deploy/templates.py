@@ -15,7 +15,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 def fill_template(name: str, settings: Mapping[str, str]) -> str:
-    """Return a template with each key of ``settings`` replaced by its value, in one pass."""
+    """Return a deployment file: a template with each key of ``settings`` replaced in one pass."""
     text = (TEMPLATES / name).read_text(encoding="utf-8")
     missing = [default for default in settings if default not in text]
     assert not missing, f"{name} does not contain {missing}"
@@ -23,12 +23,12 @@ def fill_template(name: str, settings: Mapping[str, str]) -> str:
 
 
 def read_dashboard() -> dict[str, Any]:
-    """Return the Grafana dashboard."""
+    """Read the dashboard for Grafana from its template."""
     return cast(dict[str, Any], json.loads((TEMPLATES / "vitals.json").read_bytes()))
 
 
 def grafana_files() -> dict[str, str]:
-    """Return the file of the dashboard."""
+    """Return the file of the dashboard that Grafana imports."""
     return {"vitals.json": (TEMPLATES / "vitals.json").read_text(encoding="utf-8")}
 
 
@@ -37,7 +37,7 @@ def alertmanager_files(
     page_url: str = "http://127.0.0.1:9095/page",
     notify_url: str = "http://127.0.0.1:9095/notify",
 ) -> dict[str, str]:
-    """Return the configuration; the URLs receive Alertmanager's webhook v4."""
+    """Return the configuration of Alertmanager; the URLs receive its webhook v4."""
     settings = {
         '"http://127.0.0.1:9095/page"': json.dumps(page_url),
         '"http://127.0.0.1:9095/notify"': json.dumps(notify_url),
@@ -46,7 +46,7 @@ def alertmanager_files(
 
 
 def systemd_files(*, vitals: str = "/opt/vitals/bin/vitals", port: int = 8765) -> dict[str, str]:
-    """Return the units of a collector and of an agent for the GPUs and the host of a node.
+    """Return the systemd units of a collector and of an agent for a node's GPUs and host.
 
     The agent of a job is not a unit: local rank 0 starts it, because shared memory and process ids
     are private to the job.
@@ -74,7 +74,7 @@ def slurm_files(
     runs: str = "$HOME/vitals_runs",
     command: str = "train.py",
 ) -> dict[str, str]:
-    """Return the batch script of a DDP or FSDP job.
+    """Return the Slurm batch script of a DDP or FSDP job.
 
     Args:
         nodes: number of nodes.

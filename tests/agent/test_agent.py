@@ -75,7 +75,7 @@ def test_a_finished_journal_is_removed_from_shared_memory_once_it_is_spooled(wor
     agent = world.agent()
     agent.cycle(0.0)
     assert not rank.directory.exists()
-    assert 0 == agent.num_living
+    assert 0 == agent.num_living_ranks
     assert agent.drained
     assert [] == [note for note in world.notes() if note == "rank_gone"]
 
@@ -227,7 +227,7 @@ def test_a_journal_that_someone_removed_is_not_waited_for(world):
         path.unlink()
     rank.directory.rmdir()
     agent.cycle(1.0)
-    assert 0 == agent.num_living
+    assert 0 == agent.num_living_ranks
     assert "tailer" not in agent.faults.counts
 
 

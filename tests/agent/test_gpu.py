@@ -106,13 +106,13 @@ def test_a_gpu_that_falls_off_the_bus_shows_its_xid_and_is_said_once_and_the_oth
     for _ in range(3):
         nvml.next_round()
     report = sampler.sample()
-    assert ((second,), ((second, 79),)) == (report.lost, report.xids)
+    assert ([second], [(second, 79)]) == (report.lost, report.xids)
     assert {"last_xid": 79} == values_of(report)[1]
     again = sampler.sample()
-    assert ((), (), [first]) == (again.lost, again.xids, [s.uuid for s in again.samples])
+    assert ([], [], [first]) == (again.lost, again.xids, [s.uuid for s in again.samples])
     nvml.change(second, BACK)
     back = sampler.sample()
-    assert (second,) == back.back
+    assert [second] == back.back
     assert 79 == values_of(back)[1]["last_xid"]
 
 
@@ -166,7 +166,7 @@ def test_instances_that_are_taken_apart_and_made_are_followed():
     for _ in range(ROUNDS_BETWEEN_LOOKS):
         report = sampler.sample()
     assert "MIG-new" in [sample.uuid for sample in report.samples]
-    assert () == report.lost
+    assert [] == report.lost
     assert ["gpu_mig"] == codes(sampler.notes)
 
 

@@ -74,7 +74,7 @@ def test_how_a_rank_was_killed_is_kept(world, ranks):
     now = train(agent, ranks, 10.0)
     ranks[1].process.kill()
     until = time.monotonic() + 60.0
-    while not agent._exits.of(ranks[1].process.pid) and time.monotonic() < until:
+    while not agent._exits.exit_text(ranks[1].process.pid) and time.monotonic() < until:
         time.sleep(0.02)
     stand(agent, ranks[:1], now, 8.0)
     findings = [r.event.finding for r in world.events() if isinstance(r.event, FindingRaised)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.agent.builders import NODE
-from trainvitals.errors import StorageError, UsageError
+from trainvitals.errors import UsageError
 from vitals_agent import state_dir as home_module
 from vitals_agent.daemon import wait_for_release
 from vitals_agent.state_dir import AgentInfo, AgentStateDir
@@ -37,12 +37,7 @@ def test_without_locks_the_nodes_own_folder_keeps_a_second_agent_out(no_locks, w
     AgentStateDir(no_locks.with_name("other"), world.base).acquire()
     first.release()
     second.acquire()
-    assert second.is_locked
-
-
-def test_without_locks_and_without_a_folder_of_the_node_it_is_said(no_locks):
-    with pytest.raises(StorageError, match="has no locks: Function not implemented"):
-        AgentStateDir(no_locks).acquire()
+    assert AgentStateDir(no_locks, world.base).is_held_by_another()
 
 
 def test_to_ask_whether_an_agent_has_a_folder_changes_nothing_there(world):
@@ -62,10 +57,9 @@ def test_to_ask_whether_an_agent_has_a_folder_changes_nothing_there(world):
 
 def test_without_locks_the_nodes_own_lock_tells_whether_a_folder_is_held(no_locks, world):
     holder, asking = AgentStateDir(no_locks, world.base), AgentStateDir(no_locks, world.base)
-    assert AgentStateDir(no_locks).is_held_by_another() is False  # there is no file to lock
+    assert not asking.is_held_by_another()
     holder.acquire()
     assert asking.is_held_by_another()
-    assert AgentStateDir(no_locks).is_held_by_another()  # nobody can tell
     holder.release()
     assert not asking.is_held_by_another()
 
@@ -103,7 +97,7 @@ def test_an_agent_that_never_leaves_is_not_waited_for_without_end(world):
     world.rank(pid=0).step(0)
     holder = AgentStateDir(world.run_dir().agent_dir(NODE), world.base)
     holder.acquire()
-    assert 20 == wait(world, giving_back=AgentStateDir(world.base))
+    assert 20 == wait(world, giving_back=AgentStateDir(world.base, world.base))
     holder.release()
 
 

@@ -21,7 +21,7 @@ def test_an_agent_beside_eight_ranks_spools_their_rows_and_says_what_each_part_c
 def test_each_agent_of_a_sweep_has_its_share_of_memory_and_of_a_core():
     cost = sweep_cost(2, seconds=2.0)
     assert 5e6 < cost.pss_bytes < 200e6
-    assert 0 < cost.idle < 1
+    assert 0 <= cost.idle < 1
     assert 0 <= cost.busy < 1
 
 

@@ -68,6 +68,7 @@ class Desk:
         step: int = 0,
         trouble: int = -1,
         seen_unix_ns: int | None = None,
+        lasting: frozenset[str] = frozenset(),
     ) -> None:
         now = CurrentRunState(
             run_id=RUN,
@@ -76,6 +77,7 @@ class Desk:
             last_unhealthy_step=trouble,
             last_seen_unix_ns=self.clock.time_ns() if seen_unix_ns is None else seen_unix_ns,
             conditions=alerts_for_run_state(state, run_id=RUN, step=step),
+            lasting=lasting,
         )
         self.inbox.update([now])
 
@@ -127,6 +129,16 @@ def test_a_point_alert_resolves_after_healthy_steps_and_not_before(desk: Desk):
         assert expected == desk.only().state
     assert [("StepSkipped", "firing"), ("StepSkipped", "resolved")] == desk.told
     assert desk.only().ended_unix_ns == desk.clock.time_ns()
+
+
+@pytest.mark.parametrize(("lasts", "ends"), [("hot", "slow"), ("slow", "hot")])
+def test_an_alert_whose_problem_lasts_does_not_delay_the_end_of_another(
+    desk: Desk, lasts: str, ends: str
+):
+    alerts = {cause: desk.skip(5, cause=cause) for cause in ("hot", "slow")}
+    desk.look(step=30, trouble=5, lasting=frozenset({alerts[lasts].fingerprint}))
+    states = {view.labels["cause"]: view.state for view in desk.listed()}
+    assert {lasts: "firing", ends: "resolved"} == states
 
 
 def test_the_alert_of_a_run_that_is_read_months_later_ended_with_the_run(desk: Desk):
@@ -223,7 +235,7 @@ def test_what_is_told_is_what_is_stored_also_where_the_start_moved_while_it_was_
     desk: Desk,
 ):
     told: list[AlertView] = []
-    desk.inbox = Inbox(desk.store, clock=desk.clock, tell=told.append)
+    desk.inbox = Inbox(desk.store, clock=desk.clock, tell=told.append, hush=told.append)
     for seconds in (0, 20):
         desk.clock.advance(seconds)
         desk.look("lost")

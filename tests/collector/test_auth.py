@@ -14,7 +14,6 @@ from vitals_collector.api.auth import (
     MAX_JSON_BYTES,
     AuthMiddleware,
     ServerTokens,
-    access_config,
     check_bind,
     load_or_create_tokens,
 )
@@ -32,7 +31,7 @@ def client(**config) -> httpx.AsyncClient:
     paths = ["/healthz", "/v1/runs", "/v1/ingest"]
     app = Starlette(routes=[Route(path, echo, methods=methods) for path in paths])
     ingest = Starlette(routes=[Route("/v1/ingest", echo, methods=["POST"])])
-    app.add_middleware(AuthMiddleware, ingest=ingest, config=access_config(TOKENS, **config))
+    app.add_middleware(AuthMiddleware, ingest=ingest, tokens=TOKENS, **config)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000")
 
 

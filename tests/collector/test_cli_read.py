@@ -18,8 +18,8 @@ from trainvitals.io.sample_ids import SampleFile, StepSamples
 from trainvitals.io.spool import Spool
 from trainvitals.records import AttemptStarted, BatchNoted, RunEnded, RunInfo, RunStarted
 from trainvitals.views import RunsQuestion, StepQuestion
+from vitals_collector.cli.tail import StepTail
 from vitals_collector.queries.open import find_run, open_reader
-from vitals_collector.queries.tail import StepTail
 from vitals_collector.queries.why import explain_step
 
 COMMANDS = ("collector", "runs", "show", "why", "tail")

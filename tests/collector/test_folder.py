@@ -146,7 +146,7 @@ def test_a_position_that_was_not_kept_costs_no_row_and_doubles_none(
         raise StorageError("no room left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vitals_collector.ingest.folder._save_position", full)
+        patch.setattr("vitals_collector.ingest.folder.upsert", full)
         with pytest.raises(StorageError):
             reader.poll()
     assert [] == num_noted(store)

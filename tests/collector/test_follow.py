@@ -33,8 +33,8 @@ from trainvitals.records import (
 from vitals_collector.cli import follow as following
 from vitals_collector.cli.follow import ProgressLines, RunEndCondition, _follow_run, follow
 from vitals_collector.cli.opening import CollectorOptions, RunChoice
+from vitals_collector.cli.progress import MAX_ACTIONS, ProgressReader
 from vitals_collector.queries.open import open_folder
-from vitals_collector.queries.progress import MAX_ACTIONS, ProgressReader
 
 MAIN = "import sys; from trainvitals.cli.main import main; sys.exit(main())"
 

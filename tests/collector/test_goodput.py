@@ -228,7 +228,11 @@ def test_counters_have_every_bucket_and_never_fall(store: Store):
     registry = CollectorRegistry()
     acting = build_alert_service(store, [LogNotifier()], clock=clock)
     reader = GoodputReader(store, GoodputCache(stopwatch=lambda: now[0]))
-    registry.register(StoreCollector(store, clock=clock, acting=acting, goodput=reader))
+    registry.register(
+        StoreCollector(
+            store, acting=acting, liveness=Query(store, clock=clock).liveness, goodput=reader
+        )
+    )
 
     def told() -> dict[str, float]:
         buckets(registry)  # asks for it
@@ -258,7 +262,11 @@ def test_no_scrape_reads_more_than_a_run_s_newest_row(store: Store, monkeypatch)
     registry = CollectorRegistry()
     acting = build_alert_service(store, [LogNotifier()], clock=clock)
     reader = GoodputReader(store, GoodputCache())
-    registry.register(StoreCollector(store, clock=clock, acting=acting, goodput=reader))
+    registry.register(
+        StoreCollector(
+            store, acting=acting, liveness=Query(store, clock=clock).liveness, goodput=reader
+        )
+    )
     rows: list[int] = []
     scan = type(store.numbers).scan
 

@@ -10,11 +10,11 @@ import pytest
 from tests.collector.numbers.written import RUN, batch, identity
 from tests.collector.volume_runs import all_read
 from tests.support.levels import STEPS, fill, kept_rows, levels
+from tests.support.rolled_memory import RolledMemory
 from trainvitals.testing import ManualClock
 from trainvitals.wire import encode_batch
 from vitals_collector.ingest.ingest import ingest_all
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.memory import MemoryNumberStore
 from vitals_collector.retention import maintenance as upkeep_module
 from vitals_collector.retention.maintenance import LakeMaintenance
 from vitals_collector.retention.rollup import CurrentStep, DeletionPass, RunHistory, roll_up_run
@@ -96,7 +96,7 @@ def test_a_run_above_its_cap_is_thinned_sooner_and_only_until_it_is_enough(
 
 
 def test_steps_near_an_incident_stay_whole_and_the_present_is_not_touched() -> None:
-    numbers = MemoryNumberStore()
+    numbers = RolledMemory()
     fill(numbers)
     run = HISTORY._replace(near=(290,), present=CurrentStep(1, 562))
     # 256 to 511 are within 50 steps of 290, and so are 240 to 255; 512 to 767 are not past yet.
@@ -106,7 +106,7 @@ def test_steps_near_an_incident_stay_whole_and_the_present_is_not_touched() -> N
 
 
 def test_few_ranks_are_kept_whole() -> None:
-    numbers = MemoryNumberStore()
+    numbers = RolledMemory()
     fill(numbers, num_ranks=2)
     run = HISTORY._replace(num_ranks=2)
     assert roll_up_run(numbers, run, SETTINGS, OLD) == 0

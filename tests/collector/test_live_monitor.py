@@ -105,7 +105,7 @@ def test_a_store_that_refuses_loses_nothing_and_tells_once(
         raise StorageError("no room left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vitals_collector.live.live_monitor.insert", refuse)
+        patch.setattr("vitals_collector.live.live_monitor.save_states", refuse)
         with pytest.raises(StorageError):
             job.look()
     assert [] == job.found()

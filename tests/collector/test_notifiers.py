@@ -23,7 +23,8 @@ from trainvitals.errors import ConfigError, UsageError
 from trainvitals.testing import ManualClock
 from trainvitals.views import AlertView
 from vitals_collector.alerts import notifiers
-from vitals_collector.alerts.delivery import DeliveryCheck, DispatchConfig, Dispatcher
+from vitals_collector.alerts.deliveries import DeliveryCheck
+from vitals_collector.alerts.delivery import DispatchConfig, Dispatcher
 from vitals_collector.alerts.messages import AlertLinks, alert_details
 from vitals_collector.alerts.notifiers import (
     DELIVERED,

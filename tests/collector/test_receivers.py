@@ -542,21 +542,21 @@ from pathlib import Path
 from tests.collector.rows import RUN
 from trainvitals.alerting import Alert
 from trainvitals.clock import SystemClock
-from vitals_collector.alerts.inbox import Occurrence
+from vitals_collector.alerts.inbox import AlertOccurrence
 from vitals_collector.alerts.receivers import notifier_settings
 from vitals_collector.alerts.worker import build_notifiers
-from vitals_collector.live.engine import assemble
+from vitals_collector.live.engine import build_alert_service
 from vitals_collector.storage.store import open_data_store
 
 data, url, number = sys.argv[1:]
 clock = SystemClock()
 store = open_data_store(Path(data))
-acting = assemble(store, build_notifiers(notifier_settings(webhooks=[url])), clock=clock)
+acting = build_alert_service(store, build_notifiers(notifier_settings(webhooks=[url])), clock=clock)
 acting.dispatcher.start()
 acting.engine._resend_undelivered()
 labels = {"run": RUN, "cause": number}
 page = Alert(name="StateDamaged", severity="page", labels=labels, summary="x", step=1, point=True)
-acting.inbox.raise_alerts([Occurrence(RUN, clock.time_ns(), page)], cursors={})
+acting.inbox.raise_alerts([AlertOccurrence(RUN, clock.time_ns(), page)], cursors={})
 print(flush=True)
 time.sleep(60)
 """

@@ -135,6 +135,12 @@ def test_a_smoothed_curve_of_a_million_noisy_steps_is_a_line_and_no_band():
     assert 500 <= len(line) <= 1_001
 
 
+def test_the_mean_of_a_lineage_continues_across_attempts_and_that_of_another_branch_does_not():
+    rows = points((0, 1, 0.0), (1, 1, 0.0), (2, 2, 7.0))
+    assert [0.0, 0.0, 4.0] == pytest.approx(smooth(rows, 0.5, "lineage").value.tolist())
+    assert [0.0, 0.0, 7.0] == pytest.approx(smooth(rows, 0.5, "all").value.tolist())
+
+
 def test_every_nonfinite_value_has_a_mark_with_its_kind():
     marks = nonfinite_marks(curve([1.0, math.nan, math.inf, 2.0, -math.inf]), 10)
     assert [(1, "nan"), (2, "+inf"), (4, "-inf")] == [(mark.step, mark.kind) for mark in marks]

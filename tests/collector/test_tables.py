@@ -12,6 +12,7 @@ from tests.collector.lookback import BACK_TO, BAD, troubled_run
 from tests.collector.rows import OTHER_RUN, RUN, Writer
 from tests.support.examples import examples
 from tests.support.queries import query
+from tests.support.rolled_memory import RolledMemory
 from tests.support.served import Served
 from trainvitals.errors import UsageError
 from trainvitals.records import AttemptStarted, Note, RunInfo, RunStarted
@@ -88,6 +89,7 @@ def test_what_was_rolled_back_is_found_and_told_from_what_was_trained_again(stor
 
 
 def test_rows_that_became_levels_are_missing_of_a_rolled_back_branch_alone(store: Store):
+    store.numbers = numbers = RolledMemory()
     writers = [Writer(f"rank:{rank}", world_size=3) for rank in range(3)]
     ingest(store, writers[0].events(AttemptStarted(id=1, parent=None, fork_step=0, reason="start")))
     again = AttemptStarted(id=2, parent=1, fork_step=24, reason="rollback")
@@ -95,7 +97,7 @@ def test_rows_that_became_levels_are_missing_of_a_rolled_back_branch_alone(store
     for rank, writer in enumerate(writers):
         ingest(store, writer.steps(range(40), step_duration_seconds=1.0 + rank))
         ingest(store, writer.steps(range(24, 64), attempt=2, step_duration_seconds=1.0 + rank))
-    levelled = store.numbers.roll_up(RUN, StepWindow(1, 0, CHUNK_STEPS), num_worst=1)
+    levelled = numbers.roll_up(RUN, StepWindow(1, 0, CHUNK_STEPS), num_worst=1)
     assert (40, ("rank:2",)) == (levelled.num_rows, levelled.kept)
     own = ("step", "attempt")
     rolled_back = [(step, 1) for step in range(24, 40)]

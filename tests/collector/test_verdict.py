@@ -34,6 +34,7 @@ from trainvitals.views import (
 )
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.queries.cost import price_in
+from vitals_collector.queries.story import IncidentParts
 from vitals_collector.queries.user_alerts import user_alert_episodes
 from vitals_collector.queries.verdict import (
     MAX_TIMELINE,
@@ -74,10 +75,14 @@ def nan(step: int, rank: int = 1) -> Finding:
 
 
 def said(**facts: object) -> VerdictView:
-    known: dict[str, object] = {
-        "run": run(), "incident_id": "1-540-nonfinite_loss", "onset": 540, "last": 542,
-        "is_open": True,
+    parts: dict[str, object] = {
+        "name": "1-540-nonfinite_loss", "attempt": 1, "ordinal": 1, "onset": 540, "last": 542,
+        "started_unix_ns": 0, "ended_unix_ns": 0, "cause": "", "rank": -1, "findings": (),
+        "decisions": (), "alerts": (), "errors": facts.pop("events", ()), "restarts": (),
     }  # fmt: skip
+    parts |= {name: facts.pop(name) for name in parts.keys() & facts.keys()}
+    incident = IncidentParts(**parts)  # type: ignore[arg-type]
+    known = {"run": run(), "is_open": True, "incident": incident}
     return verdict(VerdictFacts(**(known | facts)))  # type: ignore[arg-type]
 
 

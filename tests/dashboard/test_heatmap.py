@@ -7,7 +7,8 @@ import pytest
 from tests.dashboard import samples
 from tests.dashboard.look_back import BAD_LAYER, LAYERS, STEPS, with_look_back
 from trainvitals.views import CellsReply
-from vitals_dashboard import heatmap, stragglers
+from vitals_dashboard import stragglers
+from vitals_dashboard.charts import heatmap
 from vitals_dashboard.theme import DARK, LIGHT
 
 

@@ -84,7 +84,7 @@ class Stack:
 
     dashboard_url = "http://127.0.0.1:54321/?token=secret"
 
-    def dead(self):
+    def find_ended_program(self):
         return None
 
 

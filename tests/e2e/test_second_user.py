@@ -292,7 +292,7 @@ def test_a_fifo_in_place_of_the_agents_files_makes_nothing_wait(other: Other, na
     node.mkdir(parents=True)
     open_to_group(node, other.gid)
     other.does(f"mkfifo {name}", where=node)
-    state = AgentStateDir(node)
+    state = AgentStateDir(node, node)
 
     def begin() -> None:
         assert has_room(node)
@@ -301,7 +301,7 @@ def test_a_fifo_in_place_of_the_agents_files_makes_nothing_wait(other: Other, na
 
     def begin_another() -> None:
         with contextlib.suppress(UsageError):  # which names the agent that holds it
-            AgentStateDir(node).acquire()
+            AgentStateDir(node, node).acquire()
 
     in_time(begin)
     in_time(begin_another)

@@ -146,7 +146,7 @@ def test_another_user_of_the_node_reads_and_steers_nothing(lab):
     run_dir.command_key(create=True)
     folder = announce_run(base, run_dir.run_id, run_dir.path)
     Mailbox.create(folder / "mailbox").close()
-    home = AgentStateDir(run_dir.agent_dir("node"))
+    home = AgentStateDir(run_dir.agent_dir("node"), base)
     home.load_or_create_token()
     secrets = [folder / "mailbox", run_dir.path / "command.key", home.path / "read.token"]
     tries = [("cat", str(path)) for path in secrets]

@@ -407,7 +407,7 @@ def read_addresses(folder: Path, raw: bytes) -> None:
 
 def read_agent_file(folder: Path, raw: bytes) -> None:
     """Start an agent where one runs already; the error names that one as its file tells."""
-    first, second = AgentStateDir(folder), AgentStateDir(folder)
+    first, second = AgentStateDir(folder, folder), AgentStateDir(folder, folder)
     first.acquire()
     try:
         (folder / "agent.json").write_bytes(raw)

@@ -139,13 +139,18 @@ def declared_questions(tree: ast.AST) -> Iterator[Declared]:
         if not isinstance(node, ast.ClassDef) or not node.bases:
             continue
         base = node.bases[0]
-        if isinstance(base, ast.Subscript) and ast.unparse(base.value) == "Question":
+        if not isinstance(base, ast.Subscript) or not node.decorator_list:
+            continue
+        kind = ast.unparse(base.value)
+        if kind in ("Question", "PerRunQuestion"):
             (decorator,) = node.decorator_list
             assert isinstance(decorator, ast.Call)
             method, path = (str(ast.literal_eval(argument)) for argument in decorator.args)
             fields = (s.target for s in node.body if isinstance(s, ast.AnnAssign))
-            names = frozenset(target.id for target in fields if isinstance(target, ast.Name))
-            yield Declared(node.name, method, path, ast.unparse(base.slice), names)
+            names = {target.id for target in fields if isinstance(target, ast.Name)}
+            if kind == "PerRunQuestion":
+                names.add("run_id")
+            yield Declared(node.name, method, path, ast.unparse(base.slice), frozenset(names))
 
 
 class Restatable(NamedTuple):
@@ -171,9 +176,9 @@ def restatable(tree: ast.AST) -> Restatable:
     for node in nodes:
         if isinstance(node, ast.ClassDef):
             named.add(node.name)
-        elif isinstance(node, ast.Name):
+        elif isinstance(node, ast.Name | ast.Attribute):
             if id(node) not in elsewhere:
-                named.add(node.id)
+                named.add(node.id if isinstance(node, ast.Name) else node.attr)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             arguments = frozenset(a.arg for a in [*node.args.args, *node.args.kwonlyargs])
             answer = "" if node.returns is None else ast.unparse(node.returns).strip("'")

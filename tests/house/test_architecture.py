@@ -89,7 +89,7 @@ def test_every_folder_in_the_table_of_rooms_is_there_and_no_room_is_missing():
     [
         ("errors, clock, stateful, redaction <-", "trainvitals"),
         ("numbers <- storage", "vitals_collector"),
-        ("failopen, outcome", "trainer_hooks"),
+        ("failopen, node", "trainer_hooks"),
     ],
 )
 def test_the_order_of_the_rooms_is_the_one_that_is_checked(first, package):

@@ -5,11 +5,11 @@ from prometheus_client.exposition import generate_latest
 
 from trainvitals.testing import ManualClock
 from vitals_collector.alerts.notifiers import LogNotifier
-from vitals_collector.api.exposition import (
-    StoreCollector,
-)
+from vitals_collector.api.exposition import StoreCollector
 from vitals_collector.ingest.ingest import ingest
 from vitals_collector.live.engine import AlertService, build_alert_service
+from vitals_collector.queries.goodput import GoodputCache, GoodputReader
+from vitals_collector.queries.query import Query
 from vitals_collector.storage.store import Store
 
 
@@ -21,7 +21,14 @@ class Page:
         self.clock = ManualClock()
         self.acting: AlertService = build_alert_service(store, [LogNotifier()], clock=self.clock)
         self.registry = CollectorRegistry()
-        self.registry.register(StoreCollector(store, clock=self.clock, acting=self.acting))
+        self.registry.register(
+            StoreCollector(
+                store,
+                acting=self.acting,
+                liveness=Query(store, clock=self.clock).liveness,
+                goodput=GoodputReader(store, GoodputCache()),
+            )
+        )
 
     def send(self, raw: bytes) -> None:
         ingest(self.store, raw, received_unix_ns=self.clock.time_ns())

@@ -99,12 +99,12 @@ def refs_of(monitor):
 
 def snapshots_of(monitor):
     """Return the ring of snapshots in memory."""
-    return run_of(monitor).recovery.keepers()[0]
+    return run_of(monitor).recovery.ring
 
 
 def store_of(monitor):
     """Return the store of checkpoints on disk."""
-    return run_of(monitor).recovery.keepers()[1]
+    return run_of(monitor).recovery.store
 
 
 def patience_of(monitor):

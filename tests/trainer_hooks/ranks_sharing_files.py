@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from tests.trainer_hooks.ranks_resharding import Trainee, join, leave
 from tests.trainer_hooks.saving import flip, load_newest
 from tests.trainer_hooks.wrappings.models import FOUR_RANKS, TWO_RANKS
-from trainer_hooks.recovery.checkpoints import agreement
+from trainer_hooks import agreement
 from trainer_hooks.recovery.checkpoints import manifest as manifests
 from trainvitals.errors import VitalsError
 

@@ -260,7 +260,7 @@ def test_an_id_is_a_name_never_a_path(run, name):
 def test_an_id_that_is_not_there_is_refused_with_those_that_are(run):
     name = run.save()
     with pytest.raises(UsageError, match=f"there are: {name}"):
-        run.store.verify("step-00009999-7")
+        run.store.load("step-00009999-7")
 
 
 def test_another_model_is_told_and_the_checkpoint_stays(run):
@@ -281,6 +281,6 @@ def test_a_folder_of_another_user_in_a_sticky_folder_is_skipped(run, monkeypatch
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(Path, "rename", refuse)
-    assert [] == run.store.adopt_alone()
+    run.store.prepare()
     assert f"{home} is another user's; it is skipped: Operation not permitted" in caplog.text
     assert home.is_dir()

@@ -176,6 +176,15 @@ def _counting():
     return module
 
 
+def test_a_scalar_counter_is_put_back_also_if_its_version_shows_no_write():
+    module = nn.Module()
+    module.register_buffer("num_batches", torch.tensor(3))
+    shadow = BufferShadow(module)
+    module.num_batches.data.add_(1)
+    shadow.put_back(torch.tensor(1.0))
+    assert 3 == module.num_batches
+
+
 def test_integers_that_a_bad_forward_wrote_are_put_back():
     module = _counting()
     shadow = BufferShadow(module)

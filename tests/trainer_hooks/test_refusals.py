@@ -251,6 +251,18 @@ def test_a_hook_that_steps_by_a_function_of_another_is_not_seen_and_leaves_no_gr
         monitor.step(backward(model))
 
 
+def test_a_first_step_without_a_gradient_is_refused_before_the_optimizer_is_called():
+    model, optimizer = model_and_optimizer()
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("step"))
+    with (
+        pytest.raises(UsageError, match="has a gradient at the first step"),
+        trainer_hooks.watch(model, optimizer) as monitor,
+    ):
+        monitor.step(torch.tensor(1.0))
+    assert [] == calls
+
+
 # ---------------------------------------------------------------------------------- what else
 
 

@@ -2,10 +2,15 @@
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 from tests.support.examples import one_in
-from tests.trainer_hooks.ranks_corrupted import EVERY, healthy_three, healthy_two, three, two
+from tests.trainer_hooks.ranks_corrupted import EVERY, healthy_three, healthy_two, made, three, two
 from tests.trainer_hooks.spawned import spawned
+from trainer_hooks.failopen import FaultCounter
+from trainer_hooks.ranks import Ranks
+from trainer_hooks.recovery.replicas import STATE_EVERY, Replicas
+from trainer_hooks.recovery.state import TrainingState
 from trainer_hooks.tensors.copying import fingerprint_of, word_of
 
 CPU = torch.device("cpu")
@@ -145,6 +150,41 @@ def test_no_healthy_training_is_accused_and_what_is_not_equal_by_design_abstains
     assert "differ between ranks before the first step" in notes["apart-heal"]["replicas_not_alike"]
     assert "since the first steps" in notes["drifting-heal"]["replicas_not_alike"]
     assert [("replica_corrupted", 1 if num > 2 else -1)] == findings(flipped[0])
+
+
+# ------------------------------------------------------------------------ one rank of two
+
+
+@pytest.fixture
+def averaged():
+    return AveragedModel(made())
+
+
+@pytest.fixture
+def compared(averaged):
+    """Comparison of one rank, which is not connected to the other, with averaged weights."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters())
+    state = TrainingState(model, [optimizer], extra={"average": averaged})
+    return Replicas(
+        state, Ranks(0, 2, 0, None), keys=list(state.parameters), groups=((0, 1),),
+        places=("a", "b"), optimizers=[optimizer], faults=FaultCounter(), every=EVERY,
+    )  # fmt: skip
+
+
+def test_each_averaged_weight_is_compared_once_in_ten_rounds(averaged, compared):
+    num_steps = EVERY * STATE_EVERY
+    steps = range(3 * num_steps, 4 * num_steps)
+    before = [float(compared.word(step, max_norm=None)) for step in steps]
+    for weight in averaged.module.parameters():
+        weight.data.add_(1.0)
+        after = [float(compared.word(step, max_norm=None)) for step in steps]
+        assert 1 == sum(old != new for old, new in zip(before, after, strict=True))
+        before = after
+
+
+def test_a_capsule_of_equal_ranks_has_no_differing_elements(compared):
+    assert compared.bad_elements() is None
 
 
 # ---------------------------------------------------------------------------- fingerprints

@@ -25,7 +25,7 @@ from tests.trainer_hooks.spawned import spawned
 from tests.trainer_hooks.wrappings.models import FOUR_RANKS, TWO_RANKS
 from trainer_hooks.recovery.checkpoints import payload
 from trainer_hooks.recovery.checkpoints.planner import BoxReader, TensorBox
-from trainer_hooks.recovery.checkpoints.shard_layout import range_boxes, split_box
+from trainer_hooks.tensors.shard_layout import range_boxes, split_box
 from trainvitals.errors import CheckpointCorruptError, CheckpointError
 
 pytestmark = pytest.mark.dist
@@ -203,7 +203,7 @@ def test_each_byte_is_stored_and_counted_once(home, trained):
         for key, spec in payload.specs(path_of(trained / "trained" / "ddp")).items()
         if key.endswith(".host")
     )
-    assert whole + host == store.verify(ref.id).num_bytes
+    assert whole + host == store.folder.check(ref.id).num_bytes
 
 
 def test_parameters_with_other_step_counts_are_refused_where_they_share_one(of_two):

@@ -158,7 +158,7 @@ class Sampling:
 class Host:
     """The part of a host step that the columns read."""
 
-    duration_seconds = 0.5
+    times = host.StepTimes(0.5, None, None, None, 0.0, 0.0, None)
     flops = max_norm = auto_max_norm = weight_decay = None
     clip_unknown = False
 

@@ -90,6 +90,17 @@ def test_an_operators_word_makes_outliers_normal_and_is_kept_in_the_facts() -> N
     assert ("refused", "there is no step -1") == (run.ack.status, run.ack.detail)
 
 
+def test_an_operator_who_names_a_step_after_a_long_group_of_outliers_accepts_all_of_it() -> None:
+    run = Run(mode="guard")
+    calm = ["ok"] * 8
+    run.feed("outlier", *calm, "outlier", *calm, "outlier", "ok", value=30.0)
+    run.feed("ok", command=Proposal(number=7, action="accept", argument=220.0))
+    assert run.ack is not None
+    assert ("done", "3 outliers, steps 200 to 218, count as normal") == (
+        run.ack.status, run.ack.detail,
+    )  # fmt: skip
+
+
 def test_a_command_in_a_bad_step_is_one_entry_that_names_both() -> None:
     run = Run()
     (decision,) = run.feed("nan", command=Proposal(number=7, action="halt"))

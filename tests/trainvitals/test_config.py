@@ -47,7 +47,6 @@ def load(text: str | None = None, *, tmp_path: Path | None = None, **more: objec
         {"collector": Collector},
         path=path,
         environ=more.get("environ", {}),  # type: ignore[arg-type]
-        arguments=more.get("arguments"),  # type: ignore[arg-type]
     )
     found = settings["collector"]
     assert isinstance(found, Collector)
@@ -58,12 +57,11 @@ def test_defaults_hold_where_nothing_is_given() -> None:
     assert Collector() == load()
 
 
-def test_argument_beats_variable_beats_file(tmp_path: Path) -> None:
+def test_variable_beats_file(tmp_path: Path) -> None:
     text = "[collector]\nmax_bytes = 1\nratio = 0.1\nlisten = 'file:1'\n"
     environ = {"VITALS_COLLECTOR_MAX_BYTES": "2", "VITALS_COLLECTOR_RATIO": "0.2"}
-    arguments = {"collector.max_bytes": 3, "collector.listen": None}
-    found = load(text, tmp_path=tmp_path, environ=environ, arguments=arguments)
-    assert Collector(max_bytes=3, ratio=0.2, listen="file:1") == found
+    found = load(text, tmp_path=tmp_path, environ=environ)
+    assert Collector(max_bytes=2, ratio=0.2, listen="file:1") == found
 
 
 def test_every_type_is_read_from_a_file(tmp_path: Path) -> None:
@@ -148,8 +146,6 @@ def test_an_unknown_key_gets_its_nearest_neighbour(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(environ={"VITALS_COLLECTOR_ZZZ": "5"})
     assert "collector has: data, hosts" in caught.value.hint
-    with pytest.raises(ConfigError, match="argument --max-byte"):
-        load(arguments={"collector.max_byte": 5})
 
 
 def test_a_key_of_an_earlier_version_is_a_warning_that_names_its_replacement(
@@ -183,8 +179,6 @@ def test_a_misspelt_section_is_found_and_another_programs_is_passed_over(tmp_pat
     assert "did you mean 'collector'?" == caught.value.hint
     with pytest.raises(ConfigError, match="must be a table"):
         load("collector = 5\n", tmp_path=tmp_path)
-    with pytest.raises(ConfigError, match="there is no section 'other'"):
-        load(arguments={"other.key": 5})
 
 
 def test_variables_with_a_meaning_of_their_own_are_no_settings() -> None:
@@ -288,12 +282,10 @@ def test_errors_name_a_section_as_the_file_does() -> None:
 )
 def test_numbers_of_numpy_become_plain_ones(given: dict[str, Any], expected: float) -> None:
     (key,) = given
-    arguments = {f"collector.{key}": given[key]}
-
-    for settings in (Collector(**given), load(arguments=arguments)):
-        assert getattr(settings, key) == expected
-        assert type(getattr(settings, key)).__module__ == "builtins"
-        msgspec.json.encode({key: getattr(settings, key)})
+    value = getattr(Collector(**given), key)
+    assert value == expected
+    assert type(value).__module__ == "builtins"
+    msgspec.json.encode({key: value})
 
 
 def test_no_flag_of_numpy_is_a_number() -> None:

@@ -414,6 +414,12 @@ def test_a_lasting_shift_becomes_the_new_level() -> None:
     assert list(range(30, 70)) == list(by_step), "40 high steps, and then it is the level"
 
 
+def test_an_accepted_level_to_which_the_loss_returns_is_not_reported_again() -> None:
+    course = "loss 2.1x30 5x90 2.1x90 "
+    assert 69 == max(kinds(SpikeDetector("loss"), course + "5x60"))
+    assert 269 > max(kinds(SpikeDetector("loss"), course + "6x60")) >= 210, "higher than accepted"
+
+
 @pytest.mark.parametrize("wild", ["5 500 " * 100, " ".join(f"{5 * 1.03**i}" for i in range(200))])
 def test_outliers_that_are_not_alike_are_never_a_level(wild: str) -> None:
     by_step = kinds(SpikeDetector("loss"), f"loss 2.1x30 {wild}")

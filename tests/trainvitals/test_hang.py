@@ -191,6 +191,11 @@ def test_silence_of_the_whole_job_pages_late_and_not_while_somebody_computes():
     assert verdict(late[0], replace(late[1], is_announced=True)) is None
 
 
+def test_silence_of_a_single_rank_is_no_hang():
+    """It may be a notebook between two cells."""
+    assert verdict(a_rank(0, still_seconds=1000.0)) is None
+
+
 def test_without_numbers_the_steps_tell():
     bare = {"sequences": {}}
     assert (0,) == verdict(a_rank(0, step=4, **bare), a_rank(1, step=5, **bare)).culprits

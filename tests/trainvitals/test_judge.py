@@ -9,7 +9,7 @@ from tests.support.examples import examples
 from tests.trainvitals.policy_run import FIRST, REFS
 from trainvitals.policy import DurablePolicyState, Judge, Judgement, Mode, StepInputs
 from trainvitals.records import StepRecord
-from trainvitals.testing import decisions, series
+from trainvitals.testing import decisions, judgements, series
 
 
 def test_the_judge_skips_rolls_back_and_goes_on_with_the_restored_detectors() -> None:
@@ -42,6 +42,12 @@ def test_an_announced_change_is_not_judged() -> None:
     decisions(judge, "loss 2.1x60")
     judge.rebaseline(30)
     assert [] == decisions(judge, series("loss 9.5x40", first_step=60))
+
+
+def test_a_skipped_step_leaves_the_references_of_the_detectors_as_they_are() -> None:
+    pairs = judgements(Judge(mode="guard"), "loss 2.1x60 nan 2.1x4 9.5 2.1x4")
+    found = [(record.step, f.kind) for record, judged in pairs for f in judged.findings]
+    assert [(60, "nonfinite"), (65, "spike")] == found
 
 
 def test_facts_go_through_the_plan_journal_and_keep_the_budget_spent() -> None:

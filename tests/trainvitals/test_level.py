@@ -85,6 +85,11 @@ def test_a_plateau_says_that_it_has_not_recovered() -> None:
     assert "did not recover" in finding.reason
 
 
+def test_a_far_rise_that_lasts_is_reported_as_a_divergence_and_not_as_a_plateau() -> None:
+    losses = noisy([3.0] * 300 + [9.0] * 900)
+    assert ["divergence"] == [kind for _, kind in told(losses)]
+
+
 def test_a_spike_and_its_recovery_are_no_divergence() -> None:
     losses = noisy([3.0] * 300 + [9.0, 7.0, 5.0, 4.0] + [3.0] * 300)
     assert [] == told(losses)

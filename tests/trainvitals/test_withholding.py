@@ -64,6 +64,13 @@ def test_a_loss_within_25_times_the_progress_is_applied_however_many_sigmas_it_i
     assert [120] == withheld(START + " 28 2x20")
 
 
+def test_a_loss_within_8_robust_deviations_is_applied_however_little_progress_there_is() -> None:
+    """The median is 2 and its MAD 0.5: the limit is 2 + 8 x 1.4826 x 0.5, nearly 7.93."""
+    start = "loss 2.01x20 " + "1.5 2 2.5 " * 34
+    assert [] == withheld(start + "7.9 2x9")
+    assert [122] == withheld(start + "8 2x9")
+
+
 def test_a_run_without_progress_has_no_limit_for_its_loss() -> None:
     judge = Judge()
     assert [] == withheld("loss 2..2.01x100 900 2x5", judge=judge)

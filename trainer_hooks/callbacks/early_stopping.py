@@ -75,18 +75,12 @@ class RankEarlyStopping:
         """Whether the run should end; becomes true on all ranks at the same step."""
         return self._stopper.should_stop
 
-    # ------------------------------------------------------------------- before the next step
-
     def evaluated(
         self, values: Mapping[str, float], *, step: int, attempt: int, meta: Callable[[], Meta]
     ) -> None:
-        """Record the metric in ``values``, and copy the current state.
+        """Record the metric, if it is among ``values``, and copy the current state.
 
-        Args:
-            values: arguments of ``monitor.evaluate``; nothing happens without the metric.
-            step: next step to train.
-            attempt: attempt of that step.
-            meta: returns the part of a snapshot other than tensors.
+        ``step`` is trained next; ``meta`` returns the part of a snapshot other than tensors.
         """
         metric = self._settings.metric
         if metric not in values:
@@ -113,7 +107,7 @@ class RankEarlyStopping:
     def _take_copy(
         self, ring: SnapshotRing, step: int, attempt: int, meta: Callable[[], Meta]
     ) -> None:
-        """Copy the state, unless another copy of this attempt is still pending."""
+        """Copy the state that early stopping may keep, unless a copy of this attempt is pending."""
         before, self._missed = self._copy, ""
         if before is not None and before.attempt == attempt and before.step != step:
             self._missed = f"the evaluation of step {before.step} is not decided yet"
@@ -130,18 +124,14 @@ class RankEarlyStopping:
     def rank0_metric(self, step: int, attempt: int) -> float | None:
         """Return the value that rank 0 sends with ``step``; None if there is none."""
         evaluation = self._submitted
-        return (
-            evaluation.value
-            if evaluation is not None and evaluation[:2] == (step, attempt)
-            else None
-        )
+        if evaluation is None or evaluation[:2] != (step, attempt):
+            return None
+        return evaluation.value
 
     def has_state_copy(self, step: int, attempt: int) -> bool:
         """Return whether this rank has a copy of the state evaluated before ``step``."""
         copy = self._copy
         return copy is not None and (copy.step, copy.attempt) == (step, attempt)
-
-    # ------------------------------------------------------------------------- reduced numbers
 
     def apply_reduced_metric(self, reduced: ReducedNumbers, *, step: int, attempt: int) -> None:
         """Apply the reduced numbers of ``step``, which belongs to the current attempt."""
@@ -185,7 +175,6 @@ class RankEarlyStopping:
         copy.give_up()
 
     def _note_best_missing(self, value: float, holders: int, step: int, attempt: int) -> None:
-        """Note why the best state of early stopping was not saved."""
         best = f"the best state so far ({self._settings.metric} {value:g}, step {step}) is not kept"
         if self._missed:
             self._emit_note("best_not_kept", f"{best}: {self._missed}", step, attempt, "warning")
@@ -195,8 +184,6 @@ class RankEarlyStopping:
                 "monitor.evaluate() on all ranks"
             )
             self._warn_once("best_not_on_all_ranks", text, step, attempt)
-
-    # ------------------------------------------------------------------------------- its state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values, equal on all ranks."""
@@ -210,33 +197,26 @@ class RankEarlyStopping:
         self._submitted = None
         self._stopper.load_state_dict(state)
 
-    # --------------------------------------------------------------------------------- the end
-
     def restore_best(self, *, step: int, attempt: int, meta: Callable[[], Meta]) -> RestoredBest:
         """Restore the best state, including a last evaluation. Collective.
 
-        Call on all ranks, after the numbers of all steps have been read back.
-
-        Args:
-            step: next step to train.
-            attempt: attempt of that step.
-            meta: as for ``evaluated``.
+        Call on all ranks, after the numbers of all steps have been read back. ``step`` is trained
+        next.
 
         Raises:
             UsageError: no best state was saved.
             CheckpointCorruptError: it is damaged; nothing was changed.
             CheckpointError: it could not be read on some rank.
         """
-        from trainer_hooks.recovery.checkpoints.agreement import RankAgreement
+        from trainer_hooks.agreement import RankAgreement
 
         ring, store = self._ring, self._store
         if ring is None or store is None:
             raise no_best_state_error("this run keeps no best state")
         store.wait(None)  # a save uses the same process group
         if self._last_evaluated == (step, attempt) and not self.has_state_copy(step, attempt):
-            self._take_copy(
-                ring, step, attempt, meta
-            )  # the slot is free by now, and no step was made since
+            # The slot is free by now, and no step was made since.
+            self._take_copy(ring, step, attempt, meta)
         rank_values = self._ranks.gather(
             (self.rank0_metric(step, attempt), self.has_state_copy(step, attempt))
         )
@@ -262,19 +242,20 @@ class RankEarlyStopping:
     def _note_best_restored(
         self, name: str, at: int, value: float, step: int, attempt: int
     ) -> None:
+        """Write the note about the best state that early stopping restored."""
         stopper, metric = self._stopper, self._settings.metric
         text = f"best state restored: {metric} {value:g} of step {at} ({name})"
         if stopper.best is not None and stopper.best_step != at:
             text += f"; the best one, of step {stopper.best_step} ({stopper.best:g}) was not kept"
         self._emit_note("best_restored", text, step, attempt)
 
-    # ----------------------------------------------------------------------------------- words
-
     @property
     def _is_rank0(self) -> bool:
+        """Return whether this is rank 0, whose metric decides early stopping."""
         return self._ranks.rank == 0
 
     def _warn_once(self, code: str, text: str, step: int, attempt: int) -> None:
+        """Write a warning about early stopping once per code."""
         if code not in self._said:
             self._said.add(code)
             self._emit_note(code, text, step, attempt, "warning")
@@ -287,7 +268,6 @@ class RankEarlyStopping:
         attempt: int,
         severity: Literal["info", "warning"] = "info",
     ) -> None:
-        """Write a note about early stopping to the run's events."""
         self._emitter.note(code, text, severity, step=step, attempt=attempt)
 
 

@@ -37,14 +37,14 @@ MAX_WINDOWS = 1000
 
 
 def is_in_windows(windows: Iterable[BatchWindow], epoch: int, batch: int) -> bool:
-    """Return whether one of the windows contains the batch."""
+    """Return whether one of the windows that the loader skips contains the batch."""
     return any(
         w.epoch == epoch and w.first_batch <= batch < w.first_batch + w.num_batches for w in windows
     )
 
 
 def carry_over(windows: Iterable[BatchWindow], epoch: int, length: int) -> list[BatchWindow]:
-    """Move the parts of windows behind the end of an epoch to the next epoch."""
+    """Move the parts of skipped windows behind the end of a loader's epoch to the next epoch."""
     carried: list[BatchWindow] = []
     for window in windows:
         end = window.first_batch + window.num_batches
@@ -61,7 +61,7 @@ def carry_over(windows: Iterable[BatchWindow], epoch: int, length: int) -> list[
 
 
 def convert_window(window: BatchWindow, num_ranks: int) -> BatchWindow:
-    """Convert a window to another number of ranks, rounded outward so that it covers no less."""
+    """Convert a window of batches to another number of ranks, rounded outward to cover no less."""
     if window.num_ranks in (0, num_ranks):
         return window
     first = window.first_batch * window.num_ranks // num_ranks
@@ -116,22 +116,11 @@ class Batches:
     replayed with it; skipped batches are loaded and dropped. Other iterables load and drop, and
     cannot be replayed.
 
-    Args:
-        loader: iterable of batches.
-        epochs: number of epochs; with more than one, ``set_epoch`` of the sampler is called.
-        clock: measures the wait.
-        waited: called after each wait, with nanoseconds.
-        waits: called before each wait.
-        windows: batches to skip.
-        state: position to continue from, of an equal loader.
-        loop: index of this loop over data in the run, from 0.
-        num_ranks: ranks that share the data.
-        can_rewind: whether ``rewind`` may be called: the initial state is then stored.
-        faults: counts exceptions of the loader's ``state_dict``.
-        keeps_content: whether ``LoadedBatch`` includes the batch, not only its position.
-        keeps_rng: whether ``LoadedBatch`` includes the RNG state.
-        seen: called with each batch before it is yielded; may modify it.
-        handed_out: called just before a batch is yielded.
+    With more than one epoch, ``set_epoch`` of the sampler is called. ``waits`` is called before
+    each wait, ``waited`` after it with nanoseconds. ``seen`` gets each batch before it is yielded,
+    and may modify it; ``handed_out`` is called just before. ``state`` is a position of an equal
+    loader, to continue from. ``loop`` counts the run's loops over data from 0. ``can_rewind`` keeps
+    the initial state for ``rewind``.
     """
 
     def __init__(
@@ -171,19 +160,16 @@ class Batches:
         """Batches of the epoch so far, including skipped ones."""
         self._opening: Opening | None = None
         self._sampler_state: dict[str, Any] | None = None
-        self._next = BatchIndex(0, 0)
+        self.next_position = BatchIndex(0, 0)
+        """The next batch, before windows are applied."""
         self._rewound_to: DataState | None = None
         self._initial_state = state
         self.resumes = state is not None
         """Whether it continues from the position of an earlier process."""
         self._keeps_initial_state = can_rewind
         self.windows: list[BatchWindow] = []
-        saved_windows = (
-            []
-            if state is None
-            else [BatchWindow(*saved_window) for saved_window in state["windows"]]
-        )
-        for window in (*saved_windows, *windows):
+        saved_windows = () if state is None else state["windows"]
+        for window in (*(BatchWindow(*saved) for saved in saved_windows), *windows):
             self.skip(window)
         self.position: BatchIndex | None = None
         """Batch that was yielded last; None before the first."""
@@ -197,29 +183,24 @@ class Batches:
     # ------------------------------------------------------------------------------- position
 
     @property
-    def next_position(self) -> BatchIndex:
-        """The next batch, before windows are applied."""
-        return self._next
-
-    @property
     def epochs(self) -> tuple[int | None, int]:
-        """Batches per epoch (None if unknown), and the number of epochs."""
+        """Return the loader's batches per epoch (None if unknown), and the number of epochs."""
         return self._length, self._epochs
 
     @property
     def sampler_seed_and_epoch(self) -> tuple[int, int]:
-        """Seed and epoch of a ``DistributedSampler``; (-1, -1) for other samplers."""
+        """Return seed and epoch of the loader's ``DistributedSampler``; (-1, -1) for others."""
         return sampler_seed_and_epoch(self._loader)
 
     def move_to(self, target: BatchIndex) -> BatchIndex:
-        """Continue at ``target``, at or behind the current position; carry into the next epoch."""
+        """Continue the loader at ``target``, at or behind its position; carry to the next epoch."""
         while self._length and target.batch >= self._length:
             target = BatchIndex(target.epoch + 1, target.batch - self._length)
-        self._next = max(self._next, target)
+        self.next_position = max(self.next_position, target)
         return target
 
     def skip(self, window: BatchWindow) -> list[BatchWindow]:
-        """Skip these batches from now on; return the window's part in each epoch."""
+        """Let the loader skip these batches from now on; return the window's part in each epoch."""
         parts = [window]
         if self._length:
             while parts[-1].first_batch + parts[-1].num_batches > self._length:
@@ -229,7 +210,7 @@ class Batches:
         return parts
 
     def why_not_exact(self, state: DataState | None) -> str:
-        """Return why the data cannot resume exactly from ``state``; empty if it can."""
+        """Return why the loader cannot resume exactly from ``state``; empty if it can."""
         loader, saved_state = self._loader, state or self._initial_state
         if saved_state is None:
             return "the checkpoint holds no position"
@@ -273,12 +254,13 @@ class Batches:
         return reason
 
     def _rewind_to_state(self, state: DataState) -> None:
+        """Continue the data loader at a saved position, converted to this number of ranks."""
         # With another number of ranks, each rank has a share of another size.
         batch = -(-state["batch"] * state["num_ranks"] // self._num_ranks)
-        self._next, self._rewound_to = BatchIndex(state["epoch"], batch), state
+        self.next_position, self._rewound_to = BatchIndex(state["epoch"], batch), state
 
     def state_dict(self) -> DataState | None:
-        """Return the position as plain values and tensors; at first, the initial state.
+        """Return the loader's position as plain values and tensors; at first, the initial state.
 
         The state of the loader itself is omitted if a checkpoint cannot store it.
         """
@@ -288,7 +270,7 @@ class Batches:
         return self._build_data_state(last.epoch, last.batch + 1) | {"opening": self._opening}
 
     def _build_data_state(self, epoch: int, batch: int) -> DataState:
-        """Return the position in the data as plain values, for a checkpoint."""
+        """Return the loader's position as plain values, for a checkpoint."""
         state: DataState = {
             "loop": self.loop,
             "num_ranks": self._num_ranks,
@@ -314,14 +296,14 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches; after each one, check whether the position was changed by a rollback."""
-        epoch, seekable = self._next.epoch, is_seekable(self._loader)
+        epoch, seekable = self.next_position.epoch, is_seekable(self._loader)
         try:
             while epoch < self._epochs:
                 yield from self._iterate_epoch(epoch)
                 # Each epoch draws from the RNG state that the previous one left, so none may be
                 # left out.
                 by_one = seekable and self._rewound_to is None
-                epoch = epoch + 1 if by_one else self._next.epoch
+                epoch = epoch + 1 if by_one else self.next_position.epoch
         finally:
             self.ended = True
 
@@ -335,7 +317,7 @@ class Batches:
                 continue
             self._waited(self._clock.monotonic_ns() - begin)
             self.position = BatchIndex(epoch, index)
-            self._next = BatchIndex(epoch, index + 1)
+            self.next_position = BatchIndex(epoch, index + 1)
             content = batch if self._keeps_content else None
             if self._seen is not None:
                 self._seen(batch)
@@ -345,29 +327,34 @@ class Batches:
                 self._handed_out(LoadedBatch(self.position, indices, content, num_samples, rng))
             yield batch
             # Draw the sampler to its end: the next epoch starts from the RNG state behind it.
-            if self._rewound_to is not None or (self._next.epoch > epoch and not seekable):
+            if self._rewound_to is not None or (self.next_position.epoch > epoch and not seekable):
                 return
             self._waits()
             begin = self._clock.monotonic_ns()
         self._finish_epoch(epoch)
 
     def _capture_rng(self) -> dict[str, Any] | None:
-        """Return the RNG state at which a batch is yielded, for a repro capsule."""
+        """Return the RNG state at which the loader yields a batch, for a repro capsule."""
         with self._faults.fail_open("capsule.rng"):
             return capture_now()
         return None
 
     def _finish_epoch(self, epoch: int) -> None:
-        """Continue in the next epoch; move the rest of the windows and of the position there."""
+        """Continue the loader in the next epoch; move the rest of windows and position there."""
         self.windows = carry_over(self.windows, epoch, self._num_seen)
-        if self._next.epoch == epoch:
-            self._next = BatchIndex(epoch + 1, max(0, self._next.batch - self._num_seen))
+        if self.next_position.epoch == epoch:
+            self.next_position = BatchIndex(
+                epoch + 1, max(0, self.next_position.batch - self._num_seen)
+            )
 
     def _is_skipped(self, epoch: int, index: int) -> bool:
-        return BatchIndex(epoch, index) < self._next or is_in_windows(self.windows, epoch, index)
+        """Return whether the loader skips a batch: before the position, or in a window."""
+        return BatchIndex(epoch, index) < self.next_position or is_in_windows(
+            self.windows, epoch, index
+        )
 
     def _size_of(self, index: int, indices: tuple[Any, ...] | None) -> int | None:
-        """Return the samples of a batch, or None if unknown; an epoch's last one may be smaller."""
+        """Return a loader's batch size, None if unknown; an epoch's last one may be smaller."""
         if indices is not None:
             return len(indices)
         if self._total is None:
@@ -378,7 +365,7 @@ class Batches:
     # ------------------------------------------------------------------------------------ opening
 
     def _open_epoch(self, epoch: int) -> Iterator[_Found]:
-        """Return the epoch's batches with their indices; the caller skips windows."""
+        """Open the loader's epoch: return its batches with indices; the caller skips windows."""
         state, self._rewound_to = self._rewound_to, None
         self._set_epoch(epoch)
         if state is not None and state["opening"] is None:
@@ -388,7 +375,7 @@ class Batches:
             return self._reopen(state)
         self._opening = capture_epoch_rng(self._loader)
         if begins := self._keeps_initial_state and self._initial_state is None:
-            self._initial_state = self._build_data_state(epoch, self._next.batch) | {
+            self._initial_state = self._build_data_state(epoch, self.next_position.batch) | {
                 "first": self._opening
             }
         if isinstance(self._loader, DataLoader) and is_seekable(self._loader):
@@ -423,16 +410,16 @@ class Batches:
             draws.close()
 
     def _set_epoch(self, epoch: int) -> None:
-        if self._epochs > 1 and isinstance(
-            self._loader, DataLoader
-        ):  # with one epoch, the loop calls set_epoch itself
+        """Set the epoch of the loader's samplers, if the loop has several epochs."""
+        # With one epoch, the loop calls set_epoch itself.
+        if self._epochs > 1 and isinstance(self._loader, DataLoader):
             for sampler in (self._loader.sampler, self._loader.batch_sampler):
                 set_epoch = getattr(sampler, "set_epoch", None)
                 if set_epoch is not None:
                     set_epoch(epoch)
 
     def _restart_from(self, state: DataState) -> None:
-        """Restart the loop from its initial state, including the RNG state of the process."""
+        """Restart the data loader from its initial state, including the process's RNG state."""
         loader, first = self._loader, state["first"]
         restore_rng(first["rng"])
         restore_generator_states(loader, first["own"])
@@ -443,8 +430,8 @@ class Batches:
 
     def _reopen(self, state: DataState) -> Iterator[_Found]:
         """Open the loader's epoch again, behind the batches that ``state`` yielded."""
-        loader, start = self._loader, self._next.batch
-        epoch = self._next.epoch
+        loader, start = self._loader, self.next_position.batch
+        epoch = self.next_position.epoch
         source: Iterator[_Found]
         if isinstance(loader, DataLoader) and is_seekable(loader):
             draws = RecordingSampler(loader, lambda index: self._is_skipped(epoch, index))
@@ -468,7 +455,7 @@ class Batches:
         return None
 
     def _skip_ahead(self, opening: Opening, start: int) -> Iterator[Any]:
-        """Return an iterator from which the first ``start`` batches were drawn and dropped."""
+        """Return the loader's iterator after its first ``start`` batches were drawn and dropped."""
         restore_rng(opening["rng"])
         restore_generator_states(self._loader, opening["own"])
         iterator = iter(self._loader)
@@ -479,6 +466,7 @@ class Batches:
 
 @contextmanager
 def _preserve_rng() -> Iterator[None]:
+    """Restore the process's RNG state after a loader's iterator has been created in the body."""
     now = capture_rng()
     try:
         yield
@@ -487,6 +475,7 @@ def _preserve_rng() -> Iterator[None]:
 
 
 def _loader_length(loader: Iterable[Any]) -> int | None:
+    """Return the number of batches in an epoch of a data loader; None if it has no length."""
     try:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):

@@ -23,7 +23,7 @@ Opening = dict[str, Any]
 
 
 def is_seekable(loader: object) -> bool:
-    """Return whether a batch's indices are known before it is loaded."""
+    """Return whether the sample indices of a loader's batch are known before it is loaded."""
     return (
         isinstance(loader, DataLoader)
         # The iterator of a subclass could merge or drop batches, so indices would not match.
@@ -34,7 +34,7 @@ def is_seekable(loader: object) -> bool:
 
 
 def is_checkpointable(value: object) -> bool:
-    """Return whether a checkpoint can store the value; its reader only loads plain types."""
+    """Return whether a checkpoint can store a loader's state; its reader only loads plain types."""
     if isinstance(value, dict):
         return all(map(is_checkpointable, value)) and all(map(is_checkpointable, value.values()))
     if type(value) in (list, tuple, set):
@@ -98,6 +98,7 @@ def restore_generator_states(loader: Iterable[Any], states: list[torch.Tensor]) 
 
 
 def _loader_generators(loader: Iterable[Any]) -> list[torch.Generator]:
+    """Return the random generators of a data loader and its samplers, each once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batch_sampler, inner)

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 
 def standard_library_bytes(max_bytes: int) -> bytes:
-    """Return the sources of the standard library's top-level modules, sorted by name."""
+    """Return the demo's text: sources of the standard library's top modules, sorted by name."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in sorted(folder.glob("*.py")) + sorted(folder.glob("*/*.py")):

@@ -32,13 +32,13 @@ class FaultInjector:
         return False
 
     def batch(self, tokens: Tensor, index: int) -> Tensor:
-        """Return the batch; within a poisoned window, a corrupted one."""
+        """Return a batch of the demo; within a poisoned window, a corrupted one."""
         if not self._trigger_fault("poison_batches", index):
             return tokens
         return poisoned(tokens)
 
     def before_forward(self, model: nn.Module, step: int) -> None:
-        """Overwrite parameters, or kill the process."""
+        """Overwrite parameters of the demo's small GPT, or kill its process."""
         if self._trigger_fault("kill", step):
             os.kill(os.getpid(), signal.SIGKILL)
         if self._trigger_fault("nan_parameters", step):
@@ -53,7 +53,7 @@ class FaultInjector:
                     param.copy_(param.flatten()[order].view_as(param))
 
     def loss(self, loss: Tensor, step: int) -> Tensor:
-        """Return the loss, or NaN."""
+        """Return the loss of the demo, or NaN."""
         return loss * float("nan") if self._trigger_fault("nan_loss", step) else loss
 
     def after_backward(self, model: nn.Module, step: int) -> None:

@@ -20,7 +20,7 @@ class TransformerBlock(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output for ``x`` of shape (batch, time, width)."""
+        """Return the output of the demo GPT's block for ``x`` of shape (batch, time, width)."""
         batch, time, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, time, 3, self.num_heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)

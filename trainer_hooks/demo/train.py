@@ -32,7 +32,7 @@ TRAIN_BYTES, VALIDATION_BYTES = 4_000_000, 200_000
 
 
 def main() -> None:
-    """Train the demo's model, inject its faults, and write the result."""
+    """Train the small GPT of the demo, inject its faults, and write the result."""
     options = _parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
@@ -96,7 +96,7 @@ def rate(step: int, *, steps: int) -> float:
 
 
 def _batch_index(monitor: trainer_hooks.Monitor, seen: int) -> int:
-    """Return the index of the current batch; without a data position, the number of batches."""
+    """Return the demo's current batch index; without a data position, the number of batches."""
     position = getattr(monitor, "batch_position", None)
     return seen if position is None else position.batch
 
@@ -112,15 +112,10 @@ def evaluate(model: nn.Module, data: Windows, device: torch.device) -> float:
 
 
 def place(local_rank: int, *, num_ranks: int, num_gpus: int) -> tuple[str, torch.device]:
-    """Return the backend and the device of a rank of the demo.
+    """Return the backend and the device of a rank of the demo; all numbers are of this node.
 
     With fewer GPUs than ranks, ranks share GPUs: then over gloo, because NCCL refuses two ranks on
     one GPU.
-
-    Args:
-        local_rank: of this node.
-        num_ranks: on this node.
-        num_gpus: that are visible on this node.
     """
     if num_gpus == 0:
         return "gloo", torch.device("cpu")
@@ -129,7 +124,6 @@ def place(local_rank: int, *, num_ranks: int, num_gpus: int) -> tuple[str, torch
 
 
 def _parse_args() -> argparse.Namespace:
-    """Return the options of the demo's training."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)

@@ -55,20 +55,20 @@ class UpdateEngine(Protocol):
 
     @property
     def guards(self) -> tuple[OptimizerGuard, ...]:
-        """One for each optimizer that Vitals steps."""
+        """Return a guard for each optimizer that Vitals steps by the verdict on the device."""
 
     @property
     def reads_verdict(self) -> bool:
-        """Whether an optimizer needs the verdict on the host: then every rank reads it."""
+        """Return whether an optimizer needs the verdict on the host: then every rank reads it."""
 
     def norms(self, ranks: Ranks) -> GradNorms:
-        """Return the object that measures the engine's gradients. Collective."""
+        """Return the object that measures the engine's gradients for the vector. Collective."""
 
     def overflow(self) -> Tensor | None:
-        """Return this rank's flag of the loss scaling in this step, 0.0 or 1.0, or None."""
+        """Return this rank's flag of loss scaling for the step's vector: 0.0 or 1.0, or None."""
 
     def loss_scale(self) -> Tensor | None:
-        """Return the scale of the gradients, or None without loss scaling."""
+        """Return the gradients' scale for this step's vector, or None without loss scaling."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class DeviceParts:
     """Turn of all optimizers; with several optimizers, then one turn for each."""
 
     def turn_of(self, optimizer: object) -> OptimizerGroup:
-        """Return the turn of one optimizer.
+        """Return the turn of one optimizer, with its guard and its part of the vector.
 
         Raises:
             UsageError: the optimizer was not given to ``watch``.
@@ -115,18 +115,14 @@ class DeviceParts:
         )
 
     def release(self) -> None:
-        """Restore the optimizers to their original state."""
+        """Restore the optimizers to their original state, and release the parts on the device."""
         for guard in self.engine.guards:
             guard.release()
         for optimizer in self.optimizers:
             vars(optimizer).pop("add_param_group", None)
-        self.after_load.release()
-        if self.averages is not None:
-            self.averages.release()
-        if self.sampler is not None:
-            self.sampler.release()
-        if self.sections is not None:
-            self.sections.release()
+        for part in (self.after_load, self.averages, self.sampler, self.sections):
+            if part is not None:
+                part.release()
 
 
 def build_device_parts(
@@ -142,7 +138,7 @@ def build_device_parts(
     names: Sequence[str] = (),
     fields: VectorFields = CORE_FIELDS,
 ) -> DeviceParts:
-    """Create everything that works on the device. Collective: the ranks compare their parts."""
+    """Create everything on the device, from vector to verdict. Collective: ranks compare parts."""
     state = state or {}
     steps_by_itself = engine is not None
     engine = _guard_optimizers(model, optimizers, schedulers, scaler, ranks, state, signals, engine)
@@ -155,6 +151,7 @@ def build_device_parts(
     # If one optimizer needs the verdict on the host, every step waits for it: no lag then.
     lag = 0 if engine.reads_verdict else 1
     size = layout.size + NUM_FIGURES + own_numbers
+    checked = () if steps_by_itself else optimizers
     if scaler is not None:
         GIVEN_SCALERS.add(scaler)
     for optimizer in optimizers:
@@ -171,9 +168,7 @@ def build_device_parts(
         averages=registered_averages(state, optimizers),
         joinables=joinables(model, optimizers),
         extra={n: s if isinstance(s, HasStateDict) else memories[n] for n, s in state.items()},
-        warnings=_find_likely_mistakes(
-            model, () if steps_by_itself else optimizers, schedulers, state
-        ),
+        warnings=_find_likely_mistakes(model, checked, schedulers, state),
         readback=AsyncCopy[HostMeasurements](lag=lag, size=size, device=norms.device),
         sampler=sampler,
         sections=None
@@ -187,7 +182,7 @@ def build_device_parts(
 def _optimizer_turns(
     optimizers: tuple[Optimizer, ...], guards: tuple[OptimizerGuard, ...], names: Sequence[str]
 ) -> tuple[OptimizerGroup, ...]:
-    """Return the optimizers of each possible step; parameters are in the optimizers' order."""
+    """Return each possible step's optimizers and slice of the vector, in the optimizers' order."""
     turns = [OptimizerGroup(0, "", optimizers, guards, ALL)]
     if len(optimizers) < 2 or len(guards) != len(optimizers):
         return tuple(turns)
@@ -210,7 +205,7 @@ def _guard_optimizers(
     signals: SignalSettings | None,
     engine: UpdateEngine | None,
 ) -> UpdateEngine:
-    """Refuse a setup that cannot be guarded, and guard the optimizers. Collective."""
+    """Guard the optimizers by the verdict on the device; refuse unguardable setups. Collective."""
     engines = [] if engine is None else [engine]
 
     def local() -> list[str]:
@@ -237,23 +232,21 @@ def _find_likely_mistakes(
     schedulers: Sequence[Any],
     state: Mapping[str, Any],
 ) -> list[tuple[str, str]]:
-    """Return likely mistakes: state that a skip cannot restore, parts that do not match."""
-    unseen = [("unseen_state", text) for text in unregistered_hook_warnings(model, state)]
-    foreign = [("foreign_parameters", text) for text in foreign_optimizers(model, optimizers)]
-    left_out = [] if foreign else parameters_left_out(model, optimizers)
-    others = foreign_schedulers(schedulers, optimizers)
-    return [
-        *unseen,
-        *foreign,
-        *(("parameters_left_out", text) for text in left_out),
-        *(("foreign_scheduler", text) for text in others),
-    ]
+    """Return likely mistakes in the device's parts: state that skips cannot restore, mismatches."""
+    foreign = foreign_optimizers(model, optimizers)
+    texts_by_code = {
+        "unseen_state": unregistered_hook_warnings(model, state),
+        "foreign_parameters": foreign,
+        "parameters_left_out": [] if foreign else parameters_left_out(model, optimizers),
+        "foreign_scheduler": foreign_schedulers(schedulers, optimizers),
+    }
+    return [(code, text) for code, texts in texts_by_code.items() for text in texts]
 
 
 def _build_section_timer(
     model: nn.Module, ranks: Ranks, device: torch.device, faults: FaultCounter
 ) -> SectionTimer | None:
-    """Return the timer of forward and backward; None if ranks do not wait in them."""
+    """Return the device's timer of forward and backward; None if ranks do not wait in them."""
     if ranks.world_size > 1:
         with faults.fail_open("sections"):
             wrappers = modules_to_hook(model)
@@ -269,7 +262,7 @@ def _build_signal_sampler(
     faults: FaultCounter,
     optimizers: Sequence[Optimizer],
 ) -> SignalSampler | None:
-    """Return the sampler of the enabled signals; on all ranks, or on none."""
+    """Return the device's sampler of the enabled signals; on all ranks, or on none."""
     hint = "give the same watch(signals=...) on all ranks"
     check_same("signals", ranks.gather(settings or SignalSettings()), hint)
     if settings is None or not settings.measures:
@@ -283,7 +276,6 @@ def _build_signal_sampler(
 
 
 def _refuse_signals(signals: object) -> None:
-    """Refuse ``signals`` given to ``watch`` that are not SignalSettings."""
     if signals is not None and not isinstance(signals, SignalSettings):
         raise UsageError(
             f"signals is {name_type(signals)}; it must be a SignalSettings",
@@ -292,7 +284,7 @@ def _refuse_signals(signals: object) -> None:
 
 
 def _refuse_guarded(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers that an open monitor guards already."""
+    """Refuse device parts for optimizers that an open monitor guards already."""
     if any(
         vars(optimizer).get("add_param_group") is _refuse_added_group for optimizer in optimizers
     ):
@@ -303,7 +295,7 @@ def _refuse_guarded(optimizers: Iterable[Optimizer]) -> None:
 
 
 def _refuse_added_group(param_group: dict[str, Any]) -> None:
-    """Replace ``add_param_group``: its parameters would be neither measured nor guarded."""
+    """Replace ``add_param_group``: the vector has no place to measure or guard its parameters."""
     raise UsageError(
         "a parameter group was added after watch()",
         hint="add all groups first (a learning rate of 0 keeps one unchanged), or close this "

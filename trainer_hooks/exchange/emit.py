@@ -49,17 +49,17 @@ _FROM_HOST = {
     "attempt": "attempt",
     "time_unix_ns": "time_unix_ns",
     "monotonic_ns": "monotonic_ns",
-    "step_duration_seconds": "duration_seconds",
-    "data_wait_seconds": "data_wait_seconds",
-    "monitor_seconds": "monitor_seconds",
-    "forward_backward_seconds": "forward_backward_seconds",
-    "checkpoint_seconds": "checkpoint_seconds",
-    "evaluation_seconds": "evaluation_seconds",
+    "step_duration_seconds": "times.duration",
+    "data_wait_seconds": "times.data_wait",
+    "monitor_seconds": "times.monitor",
+    "forward_backward_seconds": "times.forward_backward",
+    "checkpoint_seconds": "times.checkpoint",
+    "evaluation_seconds": "times.evaluation",
     "samples_per_second": "samples_per_second",
-    "memory_allocated_bytes": "memory_allocated_bytes",
-    "memory_peak_bytes": "memory_peak_bytes",
-    "memory_alloc_retries": "memory_alloc_retries",
-    "memory_ooms": "memory_ooms",
+    "memory_allocated_bytes": "memory.allocated_bytes",
+    "memory_peak_bytes": "memory.peak_bytes",
+    "memory_alloc_retries": "memory.alloc_retries",
+    "memory_ooms": "memory.ooms",
     "memory_estimate_bytes": "memory_estimate_bytes",
     "epoch": "epoch",
     "batch_index": "batch_index",
@@ -97,7 +97,7 @@ class _StepRow:
     def of(
         self, measured: HostMeasurements, record: StepRecord, extra: Mapping[str, Value]
     ) -> tuple[Value, ...]:
-        """Return the row's values; a value that no source provides is missing."""
+        """Return the values of a step's row; a value that no source provides is missing."""
         others = map(extra.get, self._others)
         if not self._is_rank0:
             return self._in_order((*self._host_values(measured), *others))
@@ -123,7 +123,7 @@ _MAX_REFUSED = 100
 
 
 def not_a_number(name: str, value: object) -> UsageError:
-    """Return the error for a scalar whose value is not a number."""
+    """Return the error for a scalar that a rank cannot write because it is not a number."""
     shape = getattr(value, "shape", None)
     shown = name_type(value) + (f" of shape {tuple(shape)}" if shape is not None else "")
     return UsageError(
@@ -161,17 +161,17 @@ class JournalObserver(Protocol):
     """Sees what a rank writes: custom alerts judge it. Its methods fail open."""
 
     def observe_row(self, step: int, attempt: int, row: Sequence[Value]) -> None:
-        """Use a step's row, in the order of ``Emitter.columns``."""
+        """Use a step's row as the rank writes it, in the order of ``Emitter.columns``."""
 
     def observe_scalar(self, name: str, value: float, *, step: int, attempt: int) -> None:
-        """Process a scalar that the loop recorded."""
+        """Process a scalar that the loop recorded, when the rank writes it."""
 
 
 class ScalarObserver(Protocol):
-    """Sees each scalar that the loop recorded."""
+    """Judges each scalar on the rank that recorded it, also without a journal."""
 
     def __call__(self, name: str, value: float, *, step: int, attempt: int) -> None:
-        """Use a scalar."""
+        """Judge one scalar that the loop recorded; must not raise."""
 
 
 class Emitter:
@@ -217,31 +217,33 @@ class Emitter:
         self._told: OSError | None = None
 
     def add_scalar_observer(self, observe: ScalarObserver) -> None:
-        """Pass each scalar on, also without a journal. It must not raise."""
+        """Pass each scalar that this rank records to ``observe`` too, which must not raise."""
         self._scalar_observers = (*self._scalar_observers, observe)
 
     @property
     def incarnation(self) -> str:
-        """Incarnation of the journal; empty without a journal."""
+        """Return the incarnation of the rank's journal; empty without a journal."""
         return "" if self._journal is None else self._journal.identity.incarnation
 
     @property
     def directory(self) -> Path | None:
-        """Directory of the journal; None without a journal."""
+        """Return the directory of the rank's journal; None without a journal."""
         return None if self._journal is None else self._journal.directory
 
     def defer_call(self, call: Callable[[], None]) -> bool:
-        """Make ``call`` after the main thread's current write; return False if there is none."""
+        """Make ``call`` after the rank's current write in the main thread; return False if none."""
         if self._depth:
             self._put_off = call
         return self._depth > 0
 
     def _make_put_off_call(self) -> None:
+        """Make the call that ``defer_call`` delayed, once the rank's write has ended."""
         if not self._depth and self._put_off is not None:
             call, self._put_off = self._put_off, None
             call()
 
     def _get_or_open_stream(self, schema: Schema) -> StreamWriter | None:
+        """Return the journal's stream for a rank's rows, opened at first use; None: no journal."""
         stream = self._streams.get(schema.stream)
         if stream is None and self._journal is not None:
             stream = self._streams[schema.stream] = self._journal.open_stream(schema)
@@ -301,7 +303,7 @@ class Emitter:
                 self.observer.observe_scalar(name, number, step=step, attempt=attempt)
 
     def _number(self, name: str, value: object, *, step: int, attempt: int) -> float | None:
-        """Return a user's scalar as a number; count and report an invalid one."""
+        """Return a user's scalar as a number to write; count and report an invalid one."""
         try:
             return float(value)  # type: ignore[arg-type]
         except Exception as error:  # noqa: BLE001 - a third-party __float__ may raise anything
@@ -378,7 +380,7 @@ class Emitter:
             stream.append([*head, *row])
 
     def _count_journal_errors(self, stream: StreamWriter) -> None:
-        """Count each error that made the journal drop rows once: the journal reports nothing."""
+        """Count each error that made a rank's journal drop rows once: it reports nothing."""
         self._dropped, error = stream.dropped, stream.journal.last_error
         if error is not None and error is not self._told:
             self._told = error
@@ -386,7 +388,7 @@ class Emitter:
 
     @_fail_open_write
     def close(self) -> None:
-        """Close the journal; written rows stay for the agent."""
+        """Close the rank's journal; written rows stay for the agent."""
         if self._journal is not None:
             self._journal.close()
 
@@ -401,18 +403,14 @@ class TokenCount:
     """Tokens used in updates of the current attempt."""
 
     def restore_counts(self, to: TokenCount) -> None:
-        """Restore the counts of a restored state."""
+        """Restore the token counts of the ranks' rows to those of a restored state."""
         self.trained, self.seen = to.trained, max(self.seen, to.seen)
 
 
 class StepLog:
     """Writes all data of a step whose numbers have been read back, and counts its tokens.
 
-    Args:
-        emitter: output of the rank.
-        columns: rank 0's columns in addition to the record.
-        faults: counts errors in deriving the columns.
-        is_rank0: whether this rank writes the values that are equal on all ranks.
+    ``columns`` are added to the record's on rank 0.
     """
 
     def __init__(
@@ -443,11 +441,9 @@ class StepLog:
         scalars, such as ``loss/generator``; the first optimizer's numbers are the run's as well.
         """
         of_run = measured.turn <= 1
-        tokens = (
-            measured.tokens
-            if measured.tokens is not None
-            else _tokens_from_weights(measured, reduced)
-        )
+        tokens = measured.tokens
+        if tokens is None:
+            tokens = _tokens_from_weights(measured, reduced)
         if not of_run:
             tokens = None  # all optimizers train on the first one's batches: count a token once
         if tokens is not None:
@@ -457,9 +453,8 @@ class StepLog:
         extra: dict[str, Value] = {"rank_loss": losses[reduced.layout.rank], **columns}
         with self._faults.fail_open("columns"):
             extra["communication_seconds"] = measured.communication_seconds()
-            extra["optimizer_seconds"] = measured.optimizer_seconds
-            if measured.timeline is not None:
-                extra |= measured.section_columns()
+            extra["optimizer_seconds"] = measured.times.optimizer
+            extra |= measured.section_columns()
             if samples is not None:
                 extra["rank_grad_norm"] = samples.own_grad_norm
                 extra["reduction_error"] = samples.reduction_error
@@ -508,13 +503,13 @@ _OF_THE_RUN = ("rank_loss", "loss_spread")
 
 
 def _optimizer_scalars(record: StepRecord, name: str) -> dict[str, float]:
-    """Return an optimizer's numbers as scalars."""
+    """Return an optimizer's numbers of a step as scalars that rank 0 writes."""
     numbers = ((key, getattr(record, key)) for key in TURN_METRICS)
     return {f"{key}/{name}": float(value) for key, value in numbers if value is not None}
 
 
 def _tokens_from_weights(measured: HostMeasurements, reduced: ReducedNumbers) -> int | None:
-    """Return the step's tokens from the loss weights; None without weights."""
+    """Return a step's tokens from the loss weights that the ranks summed; None without weights."""
     total = reduced.total("weight")
     return int(total) if measured.weighted and math.isfinite(total) else None
 
@@ -537,14 +532,14 @@ class LayerAggregator:
         self._owner = [position[owner] for owner in owners]
 
     def norms(self, squares: Sequence[float], part: slice = ALL) -> list[float | None]:
-        """Return the L2 norm of each layer that has parameters in ``part``."""
+        """Return, for layers' rows, the L2 norm of each layer that has parameters in ``part``."""
         sums: list[float | None] = [None] * self._num_layers
         for owner, square in zip(self._owner[part], squares[part], strict=True):
             sums[owner] = (sums[owner] or 0.0) + square
         return [None if s is None else math.sqrt(s) if s >= 0 else math.nan for s in sums]
 
     def _largest_changes(self, changes: Sequence[float] | None) -> list[float] | None:
-        """Return the largest change of any parameter, for each layer with parameters."""
+        """Return, for the rows of layers with parameters, the largest change of any parameter."""
         if changes is None:
             return None
         worst = [0.0] * self._num_layers
@@ -586,7 +581,7 @@ class LayerAggregator:
 
 
 def _layer_of(parameter: str) -> str:
-    """Return the layer of a parameter: its name without the last part."""
+    """Return the layer whose row covers a parameter: its name without the last part."""
     return parameter.rpartition(".")[0] or parameter
 
 
@@ -625,7 +620,7 @@ class Rank0Columns:
         """Return rank 0's additional columns of the steps stream; call once per step."""
         if measured.flops is not None:
             self._utilization.use_counted_flops(measured.flops, tokens)
-        seconds = measured.duration_seconds
+        seconds = measured.times.duration
         columns: dict[str, Value] = {
             "verdict": derived.verdict_column(record),
             "culprit_rank": _culprit(record),
@@ -648,7 +643,7 @@ class Rank0Columns:
         return columns
 
     def _loss_scale_columns(self, loss_scale: float, overflow: bool) -> dict[str, Value]:
-        """Return a step's columns about the gradient scaler: scale and overflows."""
+        """Return rank 0's columns of a step about the gradient scaler: scale and overflows."""
         self._overflows += overflow
         self._recent.append(overflow)
         return {
@@ -660,6 +655,7 @@ class Rank0Columns:
     def _noise_columns(
         self, noise: NoiseScale, record: StepRecord, local_square: float, tokens: int | None
     ) -> dict[str, Value]:
+        """Return rank 0's columns of a step about the noise scale; None while it is unknown."""
         if record.grad_norm is not None and not record.failed_ranks and not record.overflow:
             noise.add(small_square=local_square, big_square=record.grad_norm**2)
         ratio = noise.ratio()
@@ -671,14 +667,14 @@ class Rank0Columns:
 
 
 def _culprit(record: StepRecord) -> int:
-    """Return the one rank that caused a bad step; -1 if there is none, or several."""
+    """Return the one rank that made the step of a row bad; -1 if there is none, or several."""
     if record.nonfinite_ranks:
         return record.nonfinite_ranks[0] if len(record.nonfinite_ranks) == 1 else -1
     return record.nonfinite_state_rank if record.nonfinite_state else record.replica_rank
 
 
 def _spread(losses: list[float | None]) -> float | None:
-    """Return the largest minus the smallest loss; None for one rank, or if a loss is NaN."""
+    """Return a row's largest minus smallest loss; None for one rank, or if a loss is NaN."""
     if len(losses) < 2:
         return None
     finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
@@ -686,7 +682,7 @@ def _spread(losses: list[float | None]) -> float | None:
 
 
 def _weight_update_columns(samples: SampledSignals) -> dict[str, Value]:
-    """Return a step's columns about the norms of weights and their update."""
+    """Return the columns of a step's row about the norms of weights and their update."""
     assert samples.weight_squares is not None, "asked for where it was measured"
     weight = _norm_from_squares(samples.weight_squares)
     if samples.update_squares is None:
@@ -697,6 +693,6 @@ def _weight_update_columns(samples: SampledSignals) -> dict[str, Value]:
 
 
 def _norm_from_squares(squares: Sequence[float]) -> float:
-    """Return the L2 norm from squared norms of parameters; NaN if invalid."""
+    """Return the L2 norm for a row from squared norms of parameters; NaN if invalid."""
     total = sum(squares)
     return math.sqrt(total) if total >= 0 else math.nan

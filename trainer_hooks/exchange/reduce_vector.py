@@ -146,7 +146,6 @@ class ReduceVectorLayout:
     sampled: int = field(init=False)
     """Position of the first sampled signal."""
     size: int = field(init=False)
-    """Number of values in the vector."""
 
     def __post_init__(self) -> None:
         """Compute the positions once: each step uses them dozens of times."""
@@ -169,7 +168,7 @@ class ReduceVectorLayout:
         num_sampled: int = 0,
         fields: VectorFields = CORE_FIELDS,
     ) -> ReduceVectorLayout:
-        """Return the layout for this job and this rank's slot in it."""
+        """Return the vector's layout for this job and this rank's slot in it."""
         rank, world_size = ranks.rank, ranks.world_size
         slots = min(world_size, max(MAX_SLOTS, -(-world_size // MAX_SHARED)))
         slot = rank * slots // world_size
@@ -180,15 +179,15 @@ class ReduceVectorLayout:
         return self.ranks + self.slot * len(self.fields.rank) + self.fields.rank.index(field)
 
     def own_exact_index(self, field: str) -> int:
-        """Position of this rank's ``field`` if slots are shared."""
+        """Return the position of this rank's ``field`` in the vector if slots are shared."""
         return self.own + self.rank * len(self.fields.exact) + self.fields.exact.index(field)
 
     def first_of(self, slot: int) -> int:
-        """Return the first rank of a slot, which is also the end of the previous slot."""
+        """Return the first rank of a slot of the vector, which is the end of the previous slot."""
         return -(-slot * self.world_size // self.num_slots)
 
     def slots(self, pack: Tensor) -> Tensor:
-        """Return the rank slots as a view of shape (num_slots, fields)."""
+        """Return the vector's rank slots as a view of shape (num_slots, fields)."""
         return pack[self.ranks : self.bits].view(self.num_slots, len(self.fields.rank))
 
 
@@ -221,7 +220,7 @@ class Rank0Values(msgspec.Struct, frozen=True):
     """Values of the features' slots; a missing one is 0."""
 
     def to_numbers(self, fields: VectorFields) -> list[float]:
-        """Return the numbers in the order of the fields."""
+        """Return rank 0's numbers in the order of the fields of the vector."""
         limits = (
             math.inf if self.loss_limit is None else self.loss_limit,
             math.inf if self.grad_norm_limit is None else self.grad_norm_limit,
@@ -272,7 +271,7 @@ class ReduceVector:
         self._turn = 0
 
     def fill(self, local: RankContribution, root: Rank0Values | None) -> None:
-        """Write everything except the squares; ``root`` only on rank 0. Never waits."""
+        """Fill the vector except for the squares; ``root`` only on rank 0. Never waits."""
         layout, base = self.layout, self.layout.num_params
         self._turn = (self._turn + 1) % len(self._host)
         buffer, words = self._host[self._turn], self._words[self._turn]
@@ -301,7 +300,7 @@ class ReduceVector:
             self._mark_contributors([name for name in self._exact if name in tensors])
 
     def fill_on_host(self, local: RankContribution, root: Rank0Values | None) -> None:
-        """Do the same as ``fill`` on the only rank, if the vector is on the host: no tensors."""
+        """Fill the vector like ``fill`` on the only rank, if it is on the host: no tensors."""
         position, base = self._position, self.layout.num_params
         words = [0.0] * (self.layout.size - base)
         if root is not None:
@@ -348,7 +347,7 @@ class ReduceVector:
         torch.ne(nothing, nothing, out=mine["bad_squares"])
 
     def _mark_contributors(self, exact: Iterable[str]) -> None:
-        """Mark which ranks of a shared slot contributed, and write this rank's exact fields."""
+        """Mark a shared slot's contributing ranks in the vector; write this rank's exact fields."""
         pack, layout = self.pack, self.layout
         width = len(layout.fields.rank)
         begin = layout.slot * width
@@ -362,7 +361,7 @@ class ReduceVector:
 
     @property
     def auto_max_norm(self) -> Tensor:
-        """The limit of ``max_norm="auto"`` in the reduced vector, 0-dim float64; inf: none."""
+        """Return the limit of ``max_norm="auto"`` in the vector, 0-dim float64; inf: none."""
         return self.pack[self.layout.root + self.layout.fields.rank0.index("auto_max_norm")]
 
     def undo_clip(self) -> None:
@@ -379,19 +378,19 @@ class ReduceVector:
         self.pack[layout.own_index("norm_before_clip")] = after
 
     def measure_norm(self) -> float:
-        """Return the norm of the squares, and keep it for the verdict; only on the host."""
+        """Return the norm of the vector's squares, kept for the verdict; only on the host."""
         # With torch's own root: its last bit may differ from that of math.sqrt.
         self.norm = self.squares.sum().sqrt_().item()
         return self.norm
 
     def clear(self) -> None:
-        """Set every number to zero before a step's numbers are written."""
+        """Set every number of the vector to zero before a step's numbers are written."""
         self.pack.zero_()
         self.norm = 0.0
 
 
 def _real_part(value: Tensor | float) -> float:
-    """Return the number, or its real part, which is what a copy to a float64 tensor keeps."""
+    """Return a number for the vector: its real part, as a copy to a float64 tensor keeps it."""
     return (value.item() if isinstance(value, Tensor) else value).real
 
 
@@ -410,7 +409,7 @@ class ReducedNumbers:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether any rank had a gradient."""
+        """Return whether any rank had a gradient, according to the summed vector."""
         return any(self._sums["num_gradients"])
 
     def total(self, field: str) -> float:
@@ -418,7 +417,7 @@ class ReducedNumbers:
         return sum(self._sums[field])
 
     def slot_sum(self, field: str) -> float:
-        """Return the sum of the field over this rank's slot: its own up to MAX_SLOTS ranks."""
+        """Return the vector's sum of a field in this rank's slot: its own up to MAX_SLOTS ranks."""
         return self._sums[field][self.layout.slot]
 
     def ranks_where(self, field: str) -> tuple[int, ...]:
@@ -437,7 +436,7 @@ class ReducedNumbers:
         )
 
     def losses(self) -> list[float | None]:
-        """Return the local loss of each rank; None for a rank without a loss."""
+        """Return each rank's local loss from the vector; None for a rank without a loss."""
         if self.layout.is_shared:
             losses: list[float | None] = [None] * self.layout.world_size
             for rank in self.ranks_where("weight"):
@@ -452,7 +451,7 @@ class ReducedNumbers:
 
     @property
     def is_told_to_skip(self) -> bool:
-        """Whether an operator skips this step's update."""
+        """Return whether the vector contains an operator's command to skip this step's update."""
         return self.root["loss_limit"] == -math.inf
 
     def limit(
@@ -506,7 +505,7 @@ class Verdict(NamedTuple):
     """Loss and norm, shape (2,); only on the device."""
 
     def derived(self) -> tuple[Tensor, Tensor]:
-        """Return the values that are read back with the vector, each 1-dim: bits, values."""
+        """Return the verdict's values to read back with the vector, each 1-dim: bits, values."""
         assert isinstance(self.bits, Tensor) and self.values is not None, "judged on the device"
         return self.bits[None], self.values
 
@@ -519,14 +518,9 @@ def judge_on_host(
 ) -> Verdict:
     """Return the same verdict as ``judge_on_device``, bit for bit, from numbers on the host.
 
-    Operations on tensors of a few numbers would take longer than the update of a small
-    model. Only for one rank: a sum over ranks depends on its order.
-
-    Args:
-        layout: layout of the vector.
-        numbers: the reduced vector.
-        norm: root of the sum of its squares.
-        row: ``row`` of the previous verdict.
+    Operations on tensors of a few numbers would take longer than the update of a small model. Only
+    for one rank: a sum over ranks depends on its order. ``norm`` is the root of the sum of the
+    squares, ``row`` that of the previous verdict.
     """
     weighted_loss, weight, overflow, failed = numbers[layout.ranks : layout.ranks + len(_SUMMED)]
     weighted_loss += 0.0  # -0.0 becomes 0.0, as in a sum
@@ -560,12 +554,8 @@ def judge_on_device(layout: ReduceVectorLayout, pack: Tensor, row: Tensor) -> Ve
     A non-finite loss or norm is bad at once. A finite one above rank 0's limit is withheld, unless
     as many updates as rank 0 allows were withheld immediately before it. If a rank's prepare
     failed, the numbers lack its part, so the finite rules abstain. A scaler's overflow skips the
-    update but does not count as a fault, whatever the norm.
-
-    Args:
-        layout: layout of the vector.
-        pack: the reduced vector, float64.
-        row: ``row`` of the previous verdict.
+    update but does not count as a fault, whatever the norm. ``pack`` is float64, ``row`` that of
+    the previous verdict.
     """
     # Each operation is a separate kernel: both numbers are judged at once, and a > b of flags means
     # "a and not b".
@@ -627,7 +617,7 @@ def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def auto_clip_divisor(norm: Tensor, limit: Tensor) -> Tensor:
-    """Return the divisor that clips the gradients to the limit of ``max_norm="auto"``.
+    """Return the verdict's divisor that clips gradients to the limit of ``max_norm="auto"``.
 
     Exactly 1 at or below the limit, even if both are tiny, for NaN, and while there is no limit.
     Above it ``clip_divisor`` without the 1e-6, which is not small compared with every limit.
@@ -658,17 +648,17 @@ class VerdictFigures(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, numbers: list[float]) -> VerdictFigures:
-        """Build the object from the values behind the vector, in the order of ``derived``."""
+        """Build the verdict's figures from the values behind the vector, in ``derived``'s order."""
         bits, loss, norm, scale = numbers
         return cls(int(bits), loss, norm, scale)
 
     def blocked(self, mode: str) -> bool:
-        """Whether the update was skipped: in observe mode, only by the scaler."""
+        """Return whether the verdict skipped the update: in observe mode, only by the scaler."""
         stops = OVERFLOW if mode == "observe" else BAD_LOSS | BAD_GRADIENTS | OVERFLOW | WITHHELD
         return bool(self.bits & stops)
 
     def verdict_column(self, record: StepRecord) -> int:
-        """Return the verdict for the step's row."""
+        """Return the verdict for the row that rank 0 writes about the step."""
         bits = self.bits
         if record.commanded:  # the skip used limits that every value exceeds
             bits = bits & ~(WITHHELD | LOSS_OUTLIER | NORM_OUTLIER) | COMMANDED
@@ -686,7 +676,7 @@ class VerdictFigures(msgspec.Struct, frozen=True):
 
 
 def culprits(reduced: ReducedNumbers, losses: list[float | None]) -> tuple[int, ...]:
-    """Return the ranks that made the step non-finite, as far as the numbers show.
+    """Return the ranks that made the step non-finite, as far as the summed vector shows.
 
     A NaN loss on one rank makes every rank's gradients NaN through DDP's all-reduce, so losses are
     checked first. If all ranks hold the same bad gradients and every loss is finite, the cause is
@@ -701,7 +691,7 @@ def culprits(reduced: ReducedNumbers, losses: list[float | None]) -> tuple[int, 
 
 
 def _largest_loss(losses: list[float | None]) -> tuple[float | None, int]:
-    """Return the largest loss and its rank; a NaN counts as larger than everything."""
+    """Return the largest loss in the vector and its rank; a NaN is larger than everything."""
     if len(losses) == 1 and losses[0] is not None:
         return losses[0], 0
     pairs = [(x, r) for r, x in enumerate(losses) if x is not None]
@@ -722,7 +712,7 @@ def step_record(
     before_clip: bool = True,
     turn: int = 0,
 ) -> StepRecord:
-    """Return the step as detectors see it. A function of reduced numbers: equal on all ranks.
+    """Return the step as detectors see it: a function of the vector, equal on all ranks.
 
     Unknown is not zero: without a gradient on any rank the norm is None, and without a loss on any
     rank the loss is None. A norm that was not measured ``before_clip`` is only used if it is

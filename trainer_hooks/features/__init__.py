@@ -44,16 +44,12 @@ FEATURES: list[type[StepFeature]] = [
 
 
 def vector_fields() -> VectorFields:
-    """Return the reduce vector's fields: core and all features, used or not."""
+    """Return the fields of the core and of each ``StepFeature``, used or not, in the vector."""
     return VectorFields.of(feature.slots for feature in FEATURES)
 
 
 def check_resumable(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the features' parts of a loop's state, by key; None without one.
-
-    Raises:
-        Exception: a feature could not continue from its part.
-    """
+    """Return each ``StepFeature``'s part of a loop's state, by key; None without one."""
     checked: dict[str, Any] = {}
     for feature in FEATURES:
         if feature.is_resumable:

@@ -53,8 +53,6 @@ class CommandsFeature(StepFeature):
             self._unavailable["checkpoint"] = text
         self._set_paused(False)
 
-    # ------------------------------------------------------------------------- with a step
-
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
         """Return the command that waits for its response."""
         return dict(zip(self.slots.rank0, self._command_words(step.step), strict=True))
@@ -113,8 +111,6 @@ class CommandsFeature(StepFeature):
             decision, reason=f"{decision.reason} ({command.issued_by}: {command.reason})"
         )
 
-    # ------------------------------------------------------------------------------- a pause
-
     def on_command(self, command: Proposal, *, now_step: int) -> None:
         """Start or end a pause."""
         if command.action in ("pause", "resume"):
@@ -169,16 +165,11 @@ class CommandsFeature(StepFeature):
 def wait_paused_round(
     ranks: Ranks, words: Words, sigterm_received: bool, device: torch.device
 ) -> tuple[Words, bool]:
-    """Wait one round, then exchange rank 0's command and whether a rank received SIGTERM.
+    """Wait a paused round, then exchange rank 0's command and whether a rank received SIGTERM.
 
     Collective, on the training's own group: no other collective is in flight between two steps. A
-    round is short, so a pause of any length stays far from the group's timeout.
-
-    Args:
-        ranks: ranks of the job.
-        words: rank 0's command; zeros on other ranks, and without a command.
-        sigterm_received: whether this rank received SIGTERM.
-        device: device of the group's tensors.
+    round is short, so a pause of any length stays far from the group's timeout. ``words`` are zeros
+    on other ranks, and without a command.
     """
     time.sleep(ROUND_SECONDS)
     pack = torch.tensor([*words, float(sigterm_received)], dtype=torch.float64, device=device)

@@ -37,7 +37,7 @@ class EarlierLosses(NamedTuple):
 
 
 def read_earlier_losses(run_dir: RunDir) -> EarlierLosses | None:
-    """Return the losses in the run directory; None if there are too few to compare with.
+    """Return a run directory's losses for ``FirstStepsFeature``; None: too few to compare with.
 
     It does not have the rows that no agent has stored yet.
 
@@ -67,7 +67,7 @@ class _EarlierLoss(NamedTuple):
 
 
 def _read_spooled_losses(spool: Path, start: SpoolPosition) -> Iterator[_EarlierLoss]:
-    """Yield the finite losses of rank 0."""
+    """Yield the finite losses of rank 0, with which ``FirstStepsFeature`` compares new ones."""
     for _, raw in read_batches(spool, start):
         batch = decode_batch(raw)
         header, schema = batch.header, batch.header.stream_schema
@@ -82,7 +82,7 @@ def _read_spooled_losses(spool: Path, start: SpoolPosition) -> Iterator[_Earlier
 
 
 def _latest_spool_files(spool: Path) -> SpoolPosition:
-    """Return the start of the spool's latest files."""
+    """Return the start of the spool's latest files, for the losses of ``FirstStepsFeature``."""
     start, num_bytes = SpoolPosition(), 0
     for number, path in reversed(spool_files(spool)):
         num_bytes += path.stat().st_size
@@ -93,18 +93,14 @@ def _latest_spool_files(spool: Path) -> SpoolPosition:
 
 
 class RestartCheck:
-    """Whether a start continues from the weights of the earlier ones, judged by its losses.
-
-    Args:
-        earlier: losses of the earlier starts.
-    """
+    """Whether a start continues from the weights of the earlier ones, judged by its losses."""
 
     def __init__(self, earlier: EarlierLosses) -> None:
         self._earlier = earlier
         self._losses: list[float] = []
 
     def add(self, record: StepRecord) -> str | None:
-        """Add a step of this start; return the warning, once, if the weights are not restored."""
+        """Add a start's step; return a feature's warning, once, if the weights are not restored."""
         if len(self._losses) >= _NUM_COMPARED or record.loss is None:
             return None
         if not math.isfinite(record.loss):
@@ -118,7 +114,6 @@ class RestartCheck:
         return (
             f"the first {_NUM_COMPARED} losses of this start are about {loss:.4g}, but the run "
             f"started at {earlier.first:.4g} and had reached {earlier.latest:.4g} at step "
-            f"{earlier.step}: its weights are not restored; load the checkpoint into the model "
-            "and the optimizer before the first step, or set another VITALS_RUN_ID for a new "
-            "training"
+            f"{earlier.step}: its weights are not restored; load the checkpoint into the model and "
+            "the optimizer before the first step, or set another VITALS_RUN_ID for a new training"
         )

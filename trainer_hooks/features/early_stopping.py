@@ -35,7 +35,7 @@ class EarlyStoppingFeature(StepFeature):
         settings, recovery = run.given.early_stopping, run.recovery
         if settings is None:
             return None
-        ring, store = (None, None) if recovery is None else recovery.keepers()
+        ring, store = (None, None) if recovery is None else (recovery.ring, recovery.store)
         evaluations = RankEarlyStopping(
             settings, ranks=run.ranks, emitter=run.emitter, ring=ring, store=store
         )

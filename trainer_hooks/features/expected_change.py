@@ -33,7 +33,8 @@ class ExpectedChangeFeature(StepFeature):
         num_steps = int(step.reduced.root["expect_steps"])
         if num_steps and not self._was_announced:
             self._run.judge.rebaseline(num_steps)
-            self._run.features.on_change_expected(num_steps)
+            for feature in self._run.features:
+                feature.on_change_expected(num_steps)
             self._num_steps = 0
         self._was_announced = num_steps > 0
 

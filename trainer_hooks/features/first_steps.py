@@ -23,8 +23,7 @@ class FirstStepsFeature(StepFeature):
     def expect_again(self, restart_check: RestartCheck | None) -> None:
         """Expect the first steps of a run that was started before, without a state to resume.
 
-        Args:
-            restart_check: compares the first losses with the earlier starts; only on rank 0.
+        Only rank 0 has a ``restart_check``.
         """
         self._starts_again, self._restart_check = True, restart_check
 
@@ -63,4 +62,5 @@ class FirstStepsFeature(StepFeature):
             "monitor.state_dict() in it and call monitor.load_state_dict(state) before the first "
             "step; for a new training set another VITALS_RUN_ID"
         )
-        run.warn("starts_again", text + run.features.on_second_start(), step=0)
+        text += "".join(feature.on_second_start() for feature in run.features)
+        run.warn("starts_again", text, step=0)

@@ -22,7 +22,7 @@ UNSEEN_AFTER = 100
 
 
 class PostTrainingFeature(StepFeature):
-    """Judges the scalars of a post-training run on rank 0, whose finding reaches all ranks."""
+    """Judges a post-training run on rank 0: ``watch(task=..., on_collapse=...)``."""
 
     slots = Slots(rank0=("collapse",))  # 1 + index in COLLAPSES of a finding that halts; 0: none
     state_key = "post_training"
@@ -47,25 +47,26 @@ class PostTrainingFeature(StepFeature):
 
     @classmethod
     def make(cls, run: RunContext) -> Self | None:
-        """Return the feature if the run declared a kind whose scalars are judged."""
+        """Return the feature if ``watch`` was given a task whose scalars have detectors."""
         spec = TASKS.get(run.given.task or "")
         if spec is None or not (spec.samples or spec.compares):
             return None
         return cls(run, run.given.task or "")
 
     def _listen(self) -> None:
-        """Start to judge the scalars; on rank 0."""
+        """Start to judge the scalars that the loop records; on rank 0."""
         if self._judge is None and self._run.is_rank0:
             self._judge = _ScalarJudge(self._task)
             self._restore_detectors(self._judge)
             self._run.emitter.add_scalar_observer(self._observe)
 
     def _restore_detectors(self, judge: _ScalarJudge) -> None:
-        """Continue with the saved state; if another version wrote it, the detectors start again."""
+        """Continue the detectors from a checkpoint; if another version saved it, start again."""
         with self._run.faults.fail_open("post_training"):
             judge.load_state_dict(self._saved)
 
     def _observe(self, name: str, value: float, *, step: int, attempt: int) -> None:
+        """Collect a scalar that the loop recorded on rank 0, for the detectors."""
         if self._judge is not None:
             with self._run.faults.fail_open("post_training"):
                 self._judge.observe(name, value, step=step, attempt=attempt)
@@ -81,7 +82,7 @@ class PostTrainingFeature(StepFeature):
         step: int,
         attempt: int,
     ) -> None:
-        """Keep three completions of a step in memory; on rank 0.
+        """Keep three completions of a step for ``monitor.observe_samples``; on rank 0.
 
         Raises:
             UsageError: an argument is not a sequence, the lengths differ, or a reward is not a
@@ -93,6 +94,7 @@ class PostTrainingFeature(StepFeature):
         self._ring.add(prompts, completions, rewards, step=step, attempt=attempt)
 
     def _store_samples(self, finding: Finding) -> None:
+        """Write the completions of the step at which a finding began, if they are in memory."""
         run = self._run
         stored = None if self._ring is None else self._ring.find(finding, run.attempt)
         if stored is None:
@@ -102,7 +104,7 @@ class PostTrainingFeature(StepFeature):
         self._writer.write(stored)
 
     def _note_stored(self, stored: StoredCompletions) -> None:
-        """Name the file in the run's events; in the writer's thread, once the file exists."""
+        """Name the file of completions in the run's events; in the writer's thread."""
         run = self._run
         text = (
             f"{stored.finding}: {len(stored.samples)} completions of step {stored.step} are in "
@@ -114,7 +116,7 @@ class PostTrainingFeature(StepFeature):
     # ---------------------------------------------------------------------------- with a step
 
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
-        """Judge the scalars of earlier steps, and return whether they halt the run."""
+        """Judge the scalars of earlier steps, and return the number of a finding that halts."""
         if self._judge is None:
             return {}
         findings: list[Finding] = []
@@ -134,7 +136,7 @@ class PostTrainingFeature(StepFeature):
         return {"collapse": 1.0 + COLLAPSES.index(self._pending.kind)}
 
     def _report_unseen(self, step: int) -> None:
-        """Warn once if nothing can halt the run, because its scalars are missing."""
+        """Warn once if ``on_collapse="stop"`` cannot halt, because the scalars are missing."""
         self._num_unseen += 1
         if self._num_unseen == UNSEEN_AFTER:
             text = (
@@ -145,7 +147,7 @@ class PostTrainingFeature(StepFeature):
             self._run.warn("collapse_not_judged", text, step=step)
 
     def on_reduced(self, step: ReturnedStep) -> None:
-        """Let the step be judged with the finding, once: steps in flight repeat the number."""
+        """Let the step be judged with rank 0's finding, once: steps in flight repeat its number."""
         number = int(step.reduced.root["collapse"])
         if number not in (0, self._last_number):
             kind = COLLAPSES[number - 1]
@@ -162,7 +164,7 @@ class PostTrainingFeature(StepFeature):
         self._last_number = number
 
     def on_change_expected(self, num_steps: int) -> None:
-        """Compare what follows with new levels."""
+        """Compare later scalars with new levels: a change was announced."""
         if self._judge is not None:
             self._judge.expect_change()
 
@@ -173,23 +175,23 @@ class PostTrainingFeature(StepFeature):
         self._last_number, self._pending = 0, None
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """Return the state of rank 0's detectors; None if nothing needs them."""
+        """Return the state of rank 0's post-training detectors; None if nothing needs them."""
         return self._saved if self._judge is None else self._judge.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int) -> None:
-        """Continue from a restored state; None: the detectors start again."""
+        """Continue the post-training detectors from a state; None: they start again."""
         self._saved = state
         if self._judge is not None:
             self._restore_detectors(self._judge)
 
     def close(self) -> None:
-        """Wait briefly for files that are being written."""
+        """Wait briefly for files of completions that are being written."""
         if self._writer is not None:
             self._writer.close()
 
 
 class _ScalarJudge:
-    """Collects the scalars of each step, and passes them to the detectors together.
+    """Passes a post-training run's scalars on rank 0 to the detectors, step by step.
 
     As in the collector, a step is complete once a later one starts: a loop may log some of its
     scalars after the gradients were measured.
@@ -206,7 +208,7 @@ class _ScalarJudge:
         self.load_state_dict(None)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue as the detectors that had the state; None: start again.
+        """Continue as the post-training detectors that had the state; None: start again.
 
         Raises:
             Exception: the state is damaged, or is another version's; the detectors start again.
@@ -222,11 +224,11 @@ class _ScalarJudge:
             self._detectors = restored
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the detectors' state as plain values."""
+        """Return the post-training detectors' state as JSON types."""
         return self._detectors.state_dict()
 
     def observe(self, name: str, value: float, *, step: int, attempt: int) -> None:
-        """Add a scalar; one of a later step completes the earlier step."""
+        """Add a scalar that the loop recorded; one of a later step completes the earlier step."""
         if not is_read(name):
             return
         if self._logged_at != (attempt, step):
@@ -235,13 +237,14 @@ class _ScalarJudge:
         self._scalars[name], self.has_read = value, True
 
     def judge(self, *, before_step: int, attempt: int) -> list[Finding]:
-        """Return the findings about the scalars of earlier steps."""
+        """Return the post-training findings about the scalars of earlier steps."""
         if self._logged_at < (attempt, before_step):
             self._judge_step()
         findings, self._findings = self._findings, []
         return findings
 
     def _judge_step(self) -> None:
+        """Pass the scalars of a complete step to the detectors."""
         values, self._scalars = self._scalars, {}
         if values:
             attempt, step = self._logged_at
@@ -250,5 +253,5 @@ class _ScalarJudge:
             )
 
     def expect_change(self) -> None:
-        """Note an announced change."""
+        """Let the post-training detectors start again: a change was announced."""
         self._detectors.expect_change()

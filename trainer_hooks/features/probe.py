@@ -80,11 +80,7 @@ class ProbeFeature(StepFeature):
         self.probe.rolled_back(next_step)
 
     def report_missing(self, line: str) -> None:
-        """Report once, in a mode that acts, that there is no probe, and the line that adds one.
-
-        Args:
-            line: line of the loop that would provide a probe.
-        """
+        """Report once, in a mode that acts, that there is no probe, and the ``line`` to add."""
         run = self._run
         if run.mode != "observe" and not self.probe.has_loss:
             text = "no probe, so Vitals cannot check whether the weights are damaged; add one: "

@@ -17,8 +17,6 @@ from typing import Any, Self
 import torch
 import torch.autograd.profiler as autograd_profiler
 
-from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.ranks import Ranks
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import ReturnedStep, StepFeature
 from trainvitals.detect.fleet.base import MergedStep, upper_median
@@ -52,18 +50,18 @@ class Lateness:
         self._steps: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, columns: Mapping[str, Value], data_wait: float | None) -> None:
-        """Add the times of a step from its columns."""
+        """Add the times of a step from its columns, to choose the ranks that are profiled."""
         waits = [float(value) for name in _WAITS if (value := columns.get(name)) is not None]
         self._steps.append((data_wait or 0.0) - sum(waits))
 
     @property
     def seconds(self) -> float:
-        """Median; higher is later, and only the difference between ranks has a meaning."""
+        """Return the median, for profiling; higher is later; only ranks' differences count."""
         return upper_median(self._steps) if self._steps else 0.0
 
 
 def slowest_and_typical(lateness: Sequence[float]) -> tuple[int, ...]:
-    """Return the slowest rank and a median one; with a single rank only that one."""
+    """Return the ranks to profile: the slowest and a median one; with a single rank only that."""
     order = sorted(range(len(lateness)), key=lambda rank: (-lateness[rank], rank))
     others = order[1:]
     return (order[0], others[len(others) // 2]) if others else (order[0],)
@@ -72,15 +70,11 @@ def slowest_and_typical(lateness: Sequence[float]) -> tuple[int, ...]:
 class StepProfile:
     """Records the next steps of this rank with ``torch.profiler``, and writes the trace.
 
-    Args:
-        path: path of the trace.
-        num_steps: number of steps.
-        done: called with the result, from another thread.
-        failed: called with the error if no file was written, from another thread.
+    ``done`` is called with the result, ``failed`` with the error, both from another thread.
 
     Raises:
-        UsageError: a profiler of the loop is running, or cannot be distinguished from ours in this
-            version of torch.
+        UsageError: a profiler of the loop is running, or cannot be distinguished from ours in
+            this version of torch.
     """
 
     def __init__(
@@ -116,7 +110,7 @@ class StepProfile:
         return False
 
     def close(self) -> None:
-        """Stop, and write the trace in a separate thread."""
+        """Stop profiling, and write the trace in a separate thread."""
         if self._thread is None:
             self._guard.end()
             self._thread = threading.Thread(target=self._export_trace, name="vitals-profile")
@@ -158,7 +152,7 @@ class _ForeignProfilerWatch:
             raise UsageError(f"torch {torch.__version__} does not say when a profiler starts")
 
     def begin(self) -> None:
-        """Watch for another profiler; ours has started."""
+        """Watch for another profiler during profiling; ours has started."""
 
         def prepare(*given: Any, **named: Any) -> Any:
             self._end()
@@ -168,100 +162,23 @@ class _ForeignProfilerWatch:
         _PROFILER._prepare_profiler = prepare
 
     def end(self) -> None:
-        """Stop watching for other profilers."""
+        """Stop watching for other profilers after profiling."""
         if getattr(_PROFILER, "_prepare_profiler", None) is self._ours:
             _PROFILER._prepare_profiler = self._theirs
 
 
 def delete_old_traces(path: Path) -> None:
-    """Keep only the latest traces of this rank."""
+    """Keep only the latest traces of this rank's profiling."""
     of_rank = path.name[path.name.rindex("-rank") :]
     traces = sorted(path.parent.glob(f"*{of_rank}"), key=lambda each: each.stat().st_mtime_ns)
     for old in traces[:-KEPT]:
         old.unlink(missing_ok=True)
 
 
-class Profiling:
-    """The current profile of this rank, and the next one.
-
-    Args:
-        folder: directory of the run's traces.
-        ranks: ranks of the job, with this one.
-        lateness: lateness of this rank.
-        faults: counts errors.
-        say: called with the outcome of a trace, from another thread.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        ranks: Ranks,
-        lateness: Lateness,
-        faults: FaultCounter,
-        say: Callable[[str], None],
-    ) -> None:
-        self._folder, self._ranks, self._faults, self._say = folder, ranks, faults, say
-        self._lateness = lateness
-        self._order: tuple[int, ProfileArgument] | None = None
-        self._profile: StepProfile | None = None
-
-    @property
-    def has_work(self) -> bool:
-        """Whether ``advance_profile`` has anything to do."""
-        return self._order is not None or self._profile is not None
-
-    def order(self, first_step: int, profiled: ProfileArgument) -> None:
-        """Order a torch profile that starts at ``first_step``; on all ranks."""
-        self._order = (first_step, profiled)
-
-    def advance_profile(self, device: torch.device) -> None:
-        """End a step's profile, start the next. Call after a step; collective if one was ordered.
-
-        Args:
-            device: device of the group's tensors.
-        """
-        if self._profile is not None:
-            with self._faults.fail_open("profile"):
-                if not self._profile.stepped():
-                    self._profile = None
-        if self._order is None:
-            return
-        (first_step, profiled), self._order = self._order, None
-        profiled_ranks = (
-            (profiled.rank,) if profiled.rank >= 0 else self._choose_profiled_ranks(device)
-        )
-        if self._ranks.rank not in profiled_ranks:
-            return
-        with self._faults.fail_open("profile"):
-            self.close()
-            name = f"step-{first_step:06d}-rank{self._ranks.rank}.json.gz"
-            self._profile = StepProfile(
-                ensure_private_dir(self._folder)
-                / (f"{_AUTOMATIC_PREFIX}-{name}" if profiled.by_itself else name),
-                num_steps=profiled.num_steps,
-                done=self._say,
-                failed=lambda error: self._faults.count("profile", error),
-            )
-
-    def _choose_profiled_ranks(self, device: torch.device) -> tuple[int, ...]:
-        """Return the slowest rank and a typical one. Collective, so outside of any fail-open."""
-        all_of_them = torch.zeros(self._ranks.world_size, dtype=torch.float64, device=device)
-        all_of_them[self._ranks.rank] = self._lateness.seconds
-        self._ranks.reduce(all_of_them)
-        return slowest_and_typical(all_of_them.tolist())
-
-    def close(self) -> None:
-        """Write the trace of an unfinished profile."""
-        if self._profile is not None:
-            self._profile.close()
-            self._profile = None
-
-
 class Slowdowns:
     """Orders a profile if the run gets slower: on rank 0, within a budget.
 
-    Args:
-        folder: directory of the run's traces; those of earlier starts count.
+    Traces of earlier starts in ``folder`` count.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -271,12 +188,11 @@ class Slowdowns:
         self._found = ""
         self._order: Command | None = None
         self.reason = ""
-        """Reason of the latest order."""
 
     def add(
         self, step: int, attempt: int, columns: Mapping[str, Value], seconds: float | None
     ) -> None:
-        """Add a step of rank 0, whose steps take as long as those of all ranks."""
+        """Add a step of rank 0 to decide on profiling; its steps take as long as all ranks'."""
         rate = columns.get("tokens_per_second")
         merged = MergedStep(
             step=step,
@@ -289,13 +205,10 @@ class Slowdowns:
             self._found = finding.reason
 
     def command(self, run_id: str, *, newest: int, now_ns: int) -> Command | None:
-        """Return the order that waits for its response; a new one if the run got slower.
+        """Return the profiling order that awaits its response; a new one if the run got slower.
 
-        Args:
-            run_id: id of the run.
-            newest: number of the latest command with a response. The order gets the next number, so
-                that it does not overtake an operator's command.
-            now_ns: monotonic time.
+        It gets the number after ``newest``, the latest command with a response, so that it does not
+        overtake an operator's command. ``now_ns`` is monotonic.
         """
         if self._order is not None:
             if self._order.number > newest:
@@ -328,7 +241,6 @@ class Slowdowns:
 
 
 AUTOMATIC_ISSUER = "vitals"
-"""Issuer of an automatic order."""
 
 
 class ProfilingFeature(StepFeature):
@@ -341,9 +253,9 @@ class ProfilingFeature(StepFeature):
     def __init__(self, run: RunContext, slowdowns: Slowdowns | None) -> None:
         super().__init__(run)
         self._lateness = Lateness()
-        self._profiling = Profiling(
-            run.run_dir.profiles_dir, run.ranks, self._lateness, run.faults, self._report_trace
-        )
+        self._order: tuple[int, ProfileArgument] | None = None
+        """First step of the ordered profile, and the order."""
+        self._profile: StepProfile | None = None
         self.slowdowns = slowdowns
         """Orders a profile if the run gets slower; on rank 0, if enabled."""
 
@@ -369,10 +281,10 @@ class ProfilingFeature(StepFeature):
     def on_row_written(self, step: ReturnedStep) -> None:
         """Update this rank's lateness, and the detection of slowdowns, with a step's times."""
         measured = step.measured
-        self._lateness.add(step.columns, measured.data_wait_seconds)
+        self._lateness.add(step.columns, measured.times.data_wait)
         if self.slowdowns is not None and measured.turn <= 1:
             with self._run.faults.fail_open("slowdowns"):
-                seconds = measured.duration_seconds
+                seconds = measured.times.duration
                 self.slowdowns.add(step.step, step.attempt, step.columns, seconds)
 
     def own_command(self) -> Command | None:
@@ -388,7 +300,7 @@ class ProfilingFeature(StepFeature):
         if command.action != "profile":
             return
         profiled = ProfileArgument.from_argument(command.argument)
-        self._profiling.order(now_step + 1, profiled)
+        self._order = now_step + 1, profiled
         if profiled.by_itself and self.slowdowns is not None:
             text = f"Vitals profiles {profiled.num_steps} steps: {self.slowdowns.reason}"
             emitter = self._run.emitter
@@ -397,14 +309,46 @@ class ProfilingFeature(StepFeature):
     @property
     def has_pending_work(self) -> bool:
         """Whether a profile was ordered or is being recorded."""
-        return self._profiling.has_work
+        return self._order is not None or self._profile is not None
 
     def run_between_steps(self, step: int, device: torch.device) -> Iterable[Judgement]:
         """End a step's profile, and start the ordered one. Collective if one was ordered."""
-        self._profiling.advance_profile(device)
+        run = self._run
+        if self._profile is not None:
+            with run.faults.fail_open("profile"):
+                if not self._profile.stepped():
+                    self._profile = None
+        if self._order is None:
+            return ()
+        (first_step, profiled), self._order = self._order, None
+        ranks = (profiled.rank,) if profiled.rank >= 0 else self._choose_profiled_ranks(device)
+        if run.ranks.rank in ranks:
+            with run.faults.fail_open("profile"):
+                self._end_profile()
+                name = f"step-{first_step:06d}-rank{run.ranks.rank}.json.gz"
+                name = f"{_AUTOMATIC_PREFIX}-{name}" if profiled.by_itself else name
+                self._profile = StepProfile(
+                    ensure_private_dir(run.run_dir.profiles_dir) / name,
+                    num_steps=profiled.num_steps,
+                    done=self._report_trace,
+                    failed=lambda error: run.faults.count("profile", error),
+                )
         return ()
+
+    def _choose_profiled_ranks(self, device: torch.device) -> tuple[int, ...]:
+        """Return the slowest rank and a typical one. Collective, so outside of any fail-open."""
+        ranks = self._run.ranks
+        all_of_them = torch.zeros(ranks.world_size, dtype=torch.float64, device=device)
+        all_of_them[ranks.rank] = self._lateness.seconds
+        ranks.reduce(all_of_them)
+        return slowest_and_typical(all_of_them.tolist())
+
+    def _end_profile(self) -> None:
+        if self._profile is not None:
+            self._profile.close()
+            self._profile = None
 
     def close(self) -> None:
         """Write the trace of an unfinished profile."""
         with self._run.faults.fail_open("profile"):
-            self._profiling.close()
+            self._end_profile()

@@ -109,7 +109,7 @@ class ReplicasFeature(StepFeature):
 
 
 def _with_difference(record: StepRecord, difference: Difference) -> StepRecord:
-    """Return the step with the difference that the ranks found together."""
+    """Return the step with the difference that ``ReplicasFeature`` found on the ranks together."""
     if difference.kind not in ("state", "settings"):
         return record
     rank = difference.vote.rank

@@ -69,8 +69,6 @@ class SnapshotsFeature(StepFeature):
             return ()
         return ("rank0_values", "before_update", "on_reduced", "on_step_done")
 
-    # ------------------------------------------------------------------------ before a step
-
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
         """Return what rank 0 knows about the disk; its clock and its disk decide for all ranks."""
         recovery = self._recovery
@@ -108,9 +106,7 @@ class SnapshotsFeature(StepFeature):
     def before_update(self) -> None:
         """Make the update wait, on the device, for a copy in flight."""
         if self._recovery is not None:
-            self._recovery.before_update()
-
-    # ------------------------------------------------------------------------- after a step
+            self._recovery.ring.before_update()
 
     def on_reduced(self, step: ReturnedStep) -> None:
         """Commit or drop the snapshot of the step, and list the targets of a rollback."""
@@ -167,7 +163,7 @@ class SnapshotsFeature(StepFeature):
         kinds = {finding.kind for finding in judgement.findings}
         if "snapshot_missed" in kinds and rank in reduced.ranks_where("snapshot_missed"):
             assert self._recovery is not None, "only a run with snapshots misses one"
-            text = f"rank {rank} could not take a snapshot: {self._recovery.failure}"
+            text = f"rank {rank} could not take a snapshot: {self._recovery.ring.failure}"
             run.note_of_rank("snapshot_missed", text, step=step.step)
         has_nonfinite = rank in reduced.ranks_where("nonfinite_state")
         if not has_nonfinite or not (rolls_back or "nonfinite_state" in kinds):
@@ -187,13 +183,12 @@ class SnapshotsFeature(StepFeature):
         """Continue snapshots if the model itself writes the values: no rollback fixed them."""
         if self._recovery is not None:
             with self._run.faults.fail_open("state_check"):
-                return self._recovery.accept(names)
+                return self._recovery.ring.accept(names)
         return False
 
     def _nonfinite_names(self) -> list[str]:
-        """Return the names of this rank's non-finite tensors."""
         with self._run.faults.fail_open("state_check"):
-            source = self._recovery if self._recovery is not None else self._state_check
+            source = self._state_check if self._recovery is None else self._recovery.ring
             return [] if source is None else source.nonfinite_names()
         return []
 
@@ -212,7 +207,7 @@ class SnapshotsFeature(StepFeature):
 
 
 def _add_names(judgement: Judgement, kind: str, names: str) -> Judgement:
-    """Return the judgement with tensor names added to findings and decision."""
+    """Return the judgement with ``SnapshotsFeature``'s tensor names in findings and decision."""
     decision = judgement.decision
     reasons = {f.reason: f"{f.reason} ({names})" for f in judgement.findings if f.kind == kind}
     findings = tuple(
@@ -226,6 +221,6 @@ def _add_names(judgement: Judgement, kind: str, names: str) -> Judgement:
 
 
 def _format_names(names: Sequence[str]) -> str:
-    """Return the names of non-finite tensors as text, shortened."""
+    """Return the non-finite tensors that ``SnapshotsFeature`` found, as text, shortened."""
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return (", ".join(names[:_MAX_NAMES]) or "unknown") + more

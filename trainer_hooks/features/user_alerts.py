@@ -52,6 +52,7 @@ class _PendingAlertCall(NamedTuple):
 
     @property
     def has_arrived(self) -> bool:
+        """Return whether the numbers of a custom alert's call have reached the host."""
         has_happened: bool = self.event.query()
         return has_happened
 
@@ -85,8 +86,6 @@ class RankAlerts:
         self._unseen = set(by_series)
         self._scalar_names: set[str] = set()
 
-    # ------------------------------------------------------------------------- the loop's calls
-
     def call(
         self,
         name: str,
@@ -98,7 +97,7 @@ class RankAlerts:
         step: int,
         attempt: int,
     ) -> None:
-        """Add a call of the loop; tensors are numbers on a device.
+        """Add a call of ``monitor.alert`` for the feature; tensors are numbers on a device.
 
         Raises:
             UsageError: there are too many names.
@@ -143,15 +142,14 @@ class RankAlerts:
         self._emit_finding(self._alerts.record_breach(finding, holds=not call.is_event))
 
     def _apply_arrived_calls(self) -> None:
+        """Raise or end the custom alerts whose numbers have reached the host."""
         while self._late and self._late[0].has_arrived:
             call, numbers, _ = self._late.popleft()
             holds, value = numbers.tolist()
             self._apply_alert_call(call, bool(holds), None if math.isnan(value) else value)
 
-    # ---------------------------------------------------------------------- rows of the emitter
-
     def observe_row(self, step: int, attempt: int, row: Sequence[Value]) -> None:
-        """Judge a step's row, in the order of the emitter's columns; renew active alerts."""
+        """Judge a row for custom alerts, in the emitter's order of columns; renew active ones."""
         with self._faults.fail_open("alerts"):
             if attempt != self._attempt:
                 return
@@ -166,7 +164,7 @@ class RankAlerts:
                 self._look_for_series(step)
 
     def observe_scalar(self, name: str, value: float, *, step: int, attempt: int) -> None:
-        """Evaluate the rules about a scalar that the loop recorded."""
+        """Evaluate the custom alert rules about a scalar that the loop recorded."""
         if self._unseen and len(self._scalar_names) < MISSING_AFTER:
             self._scalar_names.add(name)
         rules = self._rules.by_series.get(name)
@@ -207,14 +205,13 @@ class RankAlerts:
         self._unseen.clear()
 
     def _emit_finding(self, finding: Finding | None) -> None:
+        """Write the event of a custom alert that this rank raised, if there is one."""
         if finding is not None:
             event = FindingRaised(finding=finding)
             self._emitter.event(event, step=finding.step, attempt=self._attempt)
 
-    # ------------------------------------------------------------------------ the run's attempt
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the windows of the rules.
+        """Return the windows of the custom alert rules.
 
         Alerts that the loop raises by calls are not saved: it repeats a call as long as its
         condition holds.
@@ -222,7 +219,7 @@ class RankAlerts:
         return self._rules.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore the rules' windows from a restored state; None: they start empty."""
+        """Restore the alert rules' windows from a restored state; None: they start empty."""
         with self._faults.fail_open("alerts"):
             for rules in self._rules.by_series.values():
                 for rule in rules:
@@ -231,12 +228,12 @@ class RankAlerts:
                 self._rules.load_state_dict(state)
 
     def begin(self, attempt: int, step: int) -> None:
-        """Continue as an attempt from ``step``: calls from a discarded attempt are void."""
+        """Continue custom alerts as an attempt from ``step``; calls of a discarded one are void."""
         self._attempt = attempt
         self._alerts.roll_back(step)
 
     def close(self) -> None:
-        """Process the numbers that have reached the host since the last step."""
+        """Process numbers of custom alerts that have reached the host since the last step."""
         with self._faults.fail_open("alerts"):
             self._apply_arrived_calls()
 
@@ -302,7 +299,7 @@ class UserAlertsFeature(StepFeature):
 
 
 def _number_on_device(value: Tensor | float | None, like: Tensor) -> Tensor:
-    """Return the number on the device of ``like``; a kernel writes a plain one without waiting."""
+    """Return an alert's number on ``like``'s device; a kernel writes a plain one: no waiting."""
     if isinstance(value, Tensor):
         return value.to(like)
     return torch.full_like(like, math.nan if value is None else float(value))

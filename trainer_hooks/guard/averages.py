@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from trainer_hooks.guard.ema import EMA
 from trainer_hooks.tensors.copying import wait_for_copies
 from trainer_hooks.tensors.events import AsyncCopy
-from trainer_hooks.tensors.optimizer_state import true_elements
+from trainer_hooks.tensors.optimizer_state import params_of, true_elements
 from trainvitals.errors import UsageError
 
 
@@ -32,7 +32,7 @@ class GuardedAverages:
     def __init__(self, state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
         self._emas = emas_in(state)
         self._names = {
-            id(optimizer): [ema.names_of(_optimizer_params([optimizer])) for ema in self._emas]
+            id(optimizer): [ema.names_of(params_of([optimizer])) for ema in self._emas]
             for optimizer in optimizers
         }
         self._updates = [
@@ -45,25 +45,16 @@ class GuardedAverages:
 
     @property
     def is_swapped(self) -> bool:
-        """Whether averages currently replace the weights."""
+        """Return whether averages currently replace the guarded weights."""
         return any(ema.is_swapped for ema in self._emas)
 
     def refuse_swapped(self) -> None:
-        """Refuse a step while averages replace the weights.
-
-        Raises:
-            UsageError: averages replace the weights.
-        """
+        """Refuse a step while averages replace the weights."""
         for ema in self._emas:
             ema.refuse_swapped()
 
     def apply_verdict(self, bad: Tensor, optimizers: Sequence[Optimizer]) -> None:
-        """Apply a step's verdict, 0.0 or 1.0 on the device; call before its update.
-
-        Args:
-            bad: the verdict.
-            optimizers: the optimizers that the step moves.
-        """
+        """Apply a step's verdict, 0.0 or 1.0 on the device; call before these optimizers move."""
         for update in self._updates:
             update.apply_verdict(bad, optimizers)
         for i, ema in enumerate(self._emas):
@@ -84,7 +75,7 @@ class GuardedAverages:
             ema.forget()
 
     def release(self) -> None:
-        """Restore the averages to their original methods."""
+        """Restore the guarded averages to their original methods."""
         for update in self._updates:
             update.release()
         for ema in self._emas:
@@ -94,7 +85,7 @@ class GuardedAverages:
 def registered_averages(
     state: Mapping[str, Any], optimizers: Sequence[Optimizer]
 ) -> GuardedAverages | None:
-    """Return the registered averages; None if there are none."""
+    """Return the registered averages, which a skip must not change; None if there are none."""
     is_any = any(isinstance(value, EMA | AveragedModel) for value in state.values())
     return GuardedAverages(state, optimizers) if is_any else None
 
@@ -102,11 +93,7 @@ def registered_averages(
 def refuse_averages(
     state: Mapping[str, Any], optimizers: Sequence[Optimizer], *, has_engine: bool
 ) -> None:
-    """Refuse an ``EMA`` that later steps would not update, or would update twice.
-
-    Raises:
-        UsageError: there is such an ``EMA``.
-    """
+    """Refuse an ``EMA`` that later steps would not update, or would update twice."""
     for ema in emas_in(state):
         if has_engine:
             raise UsageError(
@@ -114,16 +101,12 @@ def refuse_averages(
                 "would not be updated",
                 hint="remove it from state, and call ema.update() after each step of the engine",
             )
-        ema.refuse_watch(_optimizer_params(optimizers))
+        ema.refuse_watch(params_of(optimizers))
 
 
 def emas_in(state: Mapping[str, Any]) -> list[EMA]:
     """Return each registered ``EMA`` once, even if it has several names."""
     return [*{id(ema): ema for ema in state.values() if isinstance(ema, EMA)}.values()]
-
-
-def _optimizer_params(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    return [p for o in optimizers for group in o.param_groups for p in group["params"]]
 
 
 _ENGINE = 0
@@ -135,9 +118,7 @@ class _GuardedAverage:
 
     def __init__(self, average: AveragedModel, optimizers: Sequence[Optimizer]) -> None:
         self._average = average
-        self._held = {id(o): {*map(id, _optimizer_params([o]))} for o in optimizers} or {
-            _ENGINE: set()
-        }
+        self._held = {id(o): {*map(id, params_of([o]))} for o in optimizers} or {_ENGINE: set()}
         self._bad: dict[int, Tensor] = {}
         """Verdict of each optimizer's last step, the latest last."""
         self._owners: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
@@ -158,7 +139,8 @@ class _GuardedAverage:
             plain(self._average, model)
             return
         with torch.no_grad():
-            live = [true_elements(t) for t in _average_tensors(self._average)]
+            tensors = (*self._average.parameters(), *self._average.buffers())
+            live = [true_elements(tensor) for tensor in tensors]
             copies = [tensor.clone() for tensor in live]
             plain(self._average, model)
             for tensor, before in zip(live, copies, strict=True):
@@ -175,11 +157,7 @@ class _GuardedAverage:
         """
         if model not in self._owners:
             params = {id(param) for param in model.parameters()}
-            owners = {
-                one
-                for one, held_verdict in self._held.items()
-                if not held_verdict.isdisjoint(params)
-            }
+            owners = {one for one, held in self._held.items() if not held.isdisjoint(params)}
             self._owners[model] = owners or {*self._held}
         owners = self._owners[model]
         return next((bad for one, bad in reversed(self._bad.items()) if one in owners), None)
@@ -193,14 +171,14 @@ class _GuardedAverage:
             self._waits = True
 
     def apply_verdict(self, bad: Tensor, optimizers: Sequence[Optimizer]) -> None:
-        """Correct the counter for the previous verdict, and store this one."""
+        """Correct the average's counter for the previous verdict, and store this one."""
         self._settle()
         for one in [*map(id, optimizers)] or [_ENGINE]:
             self._bad.pop(one, None)
             self._bad[one] = bad
 
     def block_after_rollback(self) -> None:
-        """Discard pending corrections, and block updates until the next verdict."""
+        """Discard pending corrections, and block the average's updates until the next verdict."""
         if self._late is not None:
             self._late.pop()
             self._waits = False
@@ -219,11 +197,6 @@ class _GuardedAverage:
         """Restore the average's own method."""
         self._settle(patience_seconds=2.0)
         vars(self._average).pop("update_parameters", None)
-
-
-def _average_tensors(average: AveragedModel) -> tuple[Tensor, ...]:
-    """Return the tensors of an ``AveragedModel``: parameters and buffers."""
-    return (*average.parameters(), *average.buffers())
 
 
 def is_far_counter(tensor: Tensor, bad: Tensor) -> bool:

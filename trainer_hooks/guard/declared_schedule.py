@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from trainer_hooks.guard.lr_schedule import LRSchedule, RateBand, ScheduleFollower
 from trainer_hooks.guard.schedules import (
     SchedulerEvery,
     describe_scheduler,
@@ -24,7 +25,6 @@ from trainer_hooks.guard.schedules import (
     scheduler_step_count,
 )
 from trainer_hooks.measures.host import HostMeasurements
-from trainvitals.detect.schedule import LRSchedule, RateBand, ScheduleFollower
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 from trainvitals.records import Finding
@@ -43,12 +43,7 @@ _MOST_SKIPS = 64
 class DeclaredSchedule:
     """Compares the rates of each step with the declared schedule.
 
-    Args:
-        declared: schedule as given to ``watch``.
-        optimizers: the run's optimizers, in the order of the rates.
-        schedulers: schedulers that the monitor steps.
-        total_steps: length of the run; None if unknown.
-        every: whether the schedulers count updates or epochs.
+    ``optimizers`` are in the order of the rates; the monitor steps the ``schedulers``.
 
     Raises:
         UsageError: the schedule cannot be declared; the message explains why.
@@ -92,9 +87,7 @@ class DeclaredSchedule:
         else:
             shapes = _simulatable_schedulers(shape)
             by_optimizer = {id(optimizer_of(scheduler)): scheduler for scheduler in shapes}
-            schedulers_by_optimizer = [
-                by_optimizer.pop(id(optimizer), None) for optimizer in optimizers
-            ]
+            declared_for = [by_optimizer.pop(id(optimizer), None) for optimizer in optimizers]
             if by_optimizer:
                 other = next(iter(by_optimizer.values()))
                 raise UsageError(
@@ -102,9 +95,7 @@ class DeclaredSchedule:
                     "watch()",
                     hint="one scheduler an optimizer: watch(model, [a, b], schedule=[sa, sb])",
                 )
-            self._simulated = [
-                None if s is None else _SimulatedSchedule(s) for s in schedulers_by_optimizer
-            ]
+            self._simulated = [None if s is None else _SimulatedSchedule(s) for s in declared_for]
             self._is_ours = all(any(s is wrapped for wrapped in schedulers) for s in shapes)
             name = " and ".join(describe_scheduler(scheduler) for scheduler in shapes)
         self.name = name
@@ -145,10 +136,10 @@ class DeclaredSchedule:
             return [factors.times(peak) for peak in self._peaks]
         bands: list[RateBand | None] = []
         for played, size in zip(self._simulated, self._sizes, strict=True):
-            scheduler_band = (
-                None if played is None or count is None else played.at(count, back, ahead)
-            )
-            bands += scheduler_band or [None] * size
+            known = None
+            if played is not None and count is not None:
+                known = played.at(count, back, ahead)
+            bands += known or [None] * size
         return bands
 
     def _count_tolerance(self) -> tuple[int, int]:
@@ -161,7 +152,7 @@ class DeclaredSchedule:
 
 
 def _simulatable_schedulers(declared: object) -> list[LRScheduler]:
-    """Return the schedulers, after a check that each of them can be simulated ahead."""
+    """Return the declared schedulers, after a check that each of them can be simulated ahead."""
     listed: list[Any] = list(declared) if isinstance(declared, list | tuple) else [declared]
     for scheduler in listed:
         if not isinstance(scheduler, LRScheduler):
@@ -182,7 +173,7 @@ def _simulatable_schedulers(declared: object) -> list[LRScheduler]:
 
 
 def _iterate_schedulers(scheduler: Any) -> Iterator[Any]:
-    """Yield a learning-rate scheduler and all its parts."""
+    """Yield a declared learning-rate scheduler and all its parts."""
     yield scheduler
     for part in getattr(scheduler, "_schedulers", ()):
         yield from _iterate_schedulers(part)
@@ -202,14 +193,14 @@ class _StandInOptimizer(Optimizer):
         self._opt_called = True  # otherwise the scheduler warns at its first step
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Do nothing."""
+        """Do nothing: only the rates of a declared schedule are simulated."""
 
 
 _StandInOptimizer.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as above
 
 
 def _copy_group_value(value: Any) -> Any:
-    """Return a copy of a parameter group's setting; a tensor as a number."""
+    """Copy a group's setting to simulate the declared schedule; a tensor as a number."""
     return float(value) if isinstance(value, Tensor) and value.numel() == 1 else copy.copy(value)
 
 
@@ -241,6 +232,7 @@ class _SimulatedSchedule:
         self._cached_rates: deque[tuple[float, ...]] = deque([self._current_rates()], maxlen=_KEPT)
 
     def _current_rates(self) -> tuple[float, ...]:
+        """Return the current learning rate of each group in a simulated declared schedule."""
         return tuple(float(group["lr"]) for group in self._now.rates.param_groups)
 
     def at(self, step: int, before: int, after: int) -> list[RateBand] | None:
@@ -268,7 +260,7 @@ class _SimulatedSchedule:
 
 
 def _copy_scheduler(scheduler: Any, optimizer: Optimizer) -> _SchedulerState:
-    """Return a copy whose optimizer is replaced, so that no parameters are copied.
+    """Return a declared scheduler's copy whose optimizer is replaced: no parameters are copied.
 
     Functions are shared: the object of a method may be a complete trainer.
     """
@@ -279,6 +271,3 @@ def _copy_scheduler(scheduler: Any, optimizer: Optimizer) -> _SchedulerState:
             if isinstance(function, FunctionType | MethodType):
                 memo[id(function)] = function
     return _SchedulerState(copy.deepcopy(scheduler, memo), rates)
-
-
-__all__ = ["Declared", "DeclaredSchedule"]

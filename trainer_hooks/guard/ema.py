@@ -330,11 +330,7 @@ class EMA(nn.Module):
         return self._swapped
 
     def refuse_swapped(self) -> None:
-        """Refuse operations that are invalid while the model holds the averages.
-
-        Raises:
-            UsageError: the weights are swapped.
-        """
+        """Refuse operations that are invalid while the model holds the averages."""
         if self._swapped:
             raise UsageError(
                 "the model currently holds its averages: a step would train them and be lost",
@@ -342,12 +338,7 @@ class EMA(nn.Module):
             )
 
     def refuse_watch(self, params: Iterable[Tensor]) -> None:
-        """Refuse to be updated by a monitor of these parameters.
-
-        Raises:
-            UsageError: another monitor updates it, the weights are swapped, or none of its
-                parameters is trained.
-        """
+        """Refuse a second monitor, swapped weights, and ``params`` of which none is averaged."""
         self.refuse_swapped()
         if self.is_watched:
             raise UsageError(
@@ -379,19 +370,19 @@ class EMA(nn.Module):
 
 
 def _copy_pairs(pairs: Sequence[Pair]) -> None:
-    """Copy the first tensor of each pair into the second."""
+    """Copy the first tensor of each pair into the second, for an EMA."""
     for source, target in pairs:
         target.copy_(source)
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's parameters and buffers by name, for the average."""
+    """Return a module's parameters and buffers by name, for its EMA."""
     named = (*module.named_parameters(), *module.named_buffers())
     return {clean_name(name): tensor.detach() for name, tensor in named}
 
 
 def _tensor_mismatch(expected: Mapping[str, Tensor], actual: Mapping[str, Any]) -> str:
-    """Return how two sets of tensors differ in names or shapes; empty if they do not."""
+    """Return how an EMA's tensors differ from others in names or shapes; empty if they do not."""
     odd = sorted(expected.keys() ^ actual.keys())[:4]
     if odd:
         return f"{', '.join(odd)} {'is' if len(odd) == 1 else 'are'} in one of them alone"
@@ -408,13 +399,13 @@ def _tensor_mismatch(expected: Mapping[str, Tensor], actual: Mapping[str, Any]) 
 
 
 def _format_shape(tensor: Tensor) -> str:
+    """Return an EMA tensor's shape as text, with that of this rank's part if it is sharded."""
     local = local_tensor(tensor)
     part = f" (this rank's part {tuple(local.shape)})" if local is not tensor else ""
     return f"{tuple(tensor.shape)}{part}"
 
 
 def _refuse_settings(decay: float, dtype: torch.dtype | None, every: int) -> None:
-    """Refuse an ``EMA`` with an invalid decay, dtype or interval."""
     if not 0.0 < decay < 1.0:
         raise UsageError(
             f"decay is {decay!r}; it must be between 0 and 1, both excluded",

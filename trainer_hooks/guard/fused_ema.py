@@ -44,6 +44,7 @@ class EmaCopies:
                 self._record_cuda_event(device)
 
     def _record_cuda_event(self, device: torch.device) -> None:
+        """Record on a GPU when the EMA's copies so far have ended; other devices need no event."""
         if device.type == "cuda":
             self._events[device] = record_event(device)
 
@@ -57,7 +58,7 @@ class EmaCopies:
 
 
 def _send_to_host(tensor: Tensor, buffer: Tensor | None) -> Tensor:
-    """Start the copy of a tensor to pinned host memory, so that the host does not wait."""
+    """Start the EMA's copy of a tensor to pinned host memory, so that the host does not wait."""
     if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
         buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     return buffer.copy_(tensor, non_blocking=tensor.is_cuda)

@@ -37,7 +37,7 @@ def comm_hook_states(model: nn.Module) -> list[Any]:
 
 
 def has_memory(state: object) -> bool:
-    """Return whether a hook's state holds tensors now, or an empty dict for later ones."""
+    """Return whether a hook's memory holds tensors now, or an empty dict for later ones."""
     return any(_hook_tensors(value) is not None for value in _hook_attributes(state).values())
 
 
@@ -74,6 +74,7 @@ class CommHookMemory:
         self.keep()
 
     def _live_tensors(self) -> Iterator[tuple[tuple[str, object], Tensor]]:
+        """Yield the dense tensors of a hook's memory, each with its attribute and key in it."""
         for name, value in _hook_attributes(self._state).items():
             for key, tensor in (_hook_tensors(value) or {}).items():
                 if tensor.layout == torch.strided:
@@ -137,14 +138,14 @@ class CommHookMemory:
 
 
 def _hook_attributes(state: object) -> dict[str, Any]:
-    """Return an object's attributes, including those in ``__slots__``."""
+    """Return the attributes of a hook's state object, including those in ``__slots__``."""
     slots = [name for kind in type(state).__mro__ for name in getattr(kind, "__slots__", ())]
     attributes = {name: getattr(state, name) for name in slots if hasattr(state, name)}
     return attributes | getattr(state, "__dict__", {})
 
 
 def _hook_tensors(value: object) -> dict[object, Tensor] | None:
-    """Return the tensors of an attribute that holds only tensors; a dict may still be empty."""
+    """Return a hook's tensors in an attribute that holds only tensors; a dict may be empty now."""
     if isinstance(value, Tensor):
         return {None: value}
     if isinstance(value, list | tuple) and value:

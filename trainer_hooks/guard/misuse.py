@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_hooks.tensors.optimizer_state import params_of
+
 _SUSPICIOUS_NORM = 100.0
 """First gradient norm above which the process is searched for a gradient scaler."""
 _SCALED_NORM = 0.05
@@ -32,27 +34,26 @@ class BackwardCounter:
         self.count = 0
         self._grad: Callable[[], object] = lambda: None
         self._hook = None
-        params = (p for o in optimizers for group in o.param_groups for p in group["params"])
-        for param in params:
+        for param in params_of(optimizers):
             # A sharded parameter's part gets its gradient in a different way.
             if param.requires_grad and param.is_leaf and not hasattr(param, "to_local"):
                 self._hook = param.register_post_accumulate_grad_hook(self._count_backward)
                 return
 
     def _count_backward(self, param: Tensor) -> None:
-        """Count a backward pass that adds to the observed parameter's gradient."""
+        """Count a backward that adds to the observed parameter's gradient, to detect misuse."""
         is_added = param.grad is not None and self._grad() is param.grad
         self.count = self.count + 1 if is_added else 1
         self._grad = (lambda: None) if param.grad is None else weakref.ref(param.grad)
 
     def close(self) -> None:
-        """Remove the hook."""
+        """Remove the hook that counted backwards to detect misuse."""
         if self._hook is not None:
             self._hook.remove()
 
 
 def is_of_one_backward(loss: object) -> bool:
-    """Return whether a loss seems to belong to a single backward.
+    """Return whether a loss seems to belong to a single backward, to detect misuse.
 
     A number, a tensor without its graph, and a sum or mean of several losses may describe all
     backwards of a step.
@@ -83,7 +84,7 @@ def scale_of_unknown_scaler(grad_norm: float, loss: float | None) -> float | Non
 
 
 def _is_never_updated(scaler: torch.amp.GradScaler) -> bool:
-    """Return whether the scaler has scaled a loss and its ``update()`` was never called."""
+    """Return whether a misused scaler has scaled a loss, and its ``update()`` was never called."""
     if not scaler._enabled or scaler._scale is None or scaler._growth_tracker is None:
         return False
     return not scaler._growth_tracker.item() and scaler._scale.item() == scaler._init_scale
@@ -100,9 +101,7 @@ def foreign_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> lis
         "model.parameters() after the model was moved, wrapped and sharded"
         for optimizer in optimizers
         if type(optimizer).__module__.startswith("torch.optim")
-        and not any(
-            id(p) in model_params for group in optimizer.param_groups for p in group["params"]
-        )
+        and not any(id(p) in model_params for p in params_of([optimizer]))
     ]
 
 
@@ -113,9 +112,7 @@ def parameters_left_out(model: nn.Module, optimizers: Sequence[Optimizer]) -> li
     """
     if not all(type(optimizer).__module__.startswith("torch.optim") for optimizer in optimizers):
         return []
-    optimizer_params = {
-        id(p) for o in optimizers for group in o.param_groups for p in group["params"]
-    }
+    optimizer_params = set(map(id, params_of(optimizers)))
     names = [
         n for n, p in model.named_parameters() if p.requires_grad and id(p) not in optimizer_params
     ]
@@ -136,8 +133,7 @@ def foreign_schedulers(schedulers: Iterable[Any], optimizers: Sequence[Optimizer
     return [
         f"{type(scheduler).__name__} sets the rates of another {type(other).__name__} than the one "
         "given to watch(), whose rates stay unchanged: create it from that one, "
-        f"{type(scheduler).__name__}"
-        "(optimizer, ...)"
+        f"{type(scheduler).__name__}(optimizer, ...)"
         for scheduler, other in others
         if not any(id(group) in group_ids for group in other.param_groups)
     ]

@@ -42,7 +42,7 @@ _HONOURS_FOUND_INF = (
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer.step()`` itself honors ``found_inf`` on the device.
+    """Return whether the guarded ``optimizer.step()`` itself honors ``found_inf`` on the device.
 
     Only exactly these classes: several others have the attribute and ignore it, and a subclass, or
     an instance with a replaced ``step``, may do anything. SGD with dampening cannot be skipped on
@@ -69,13 +69,13 @@ class RestorableData(Protocol):
     """Data that forward or backward writes."""
 
     def keep(self) -> None:
-        """Copy the data; call after the update, before the next forward."""
+        """Copy the data that a skip restores; call after the update, before the next forward."""
 
-    def put_back(self, bad: Tensor) -> None:
-        """Restore the copy from before the step if the step was bad; never wait."""
+    def put_back(self, bad: Tensor) -> object:
+        """Restore the guarded copy from before the step if the step was bad; never wait."""
 
     def settle(self, bad: Tensor) -> None:
-        """Restore the copy if ``bad`` is 1, and keep a copy of the result."""
+        """Restore the copy from before a step if ``bad`` is 1, and keep a copy of the result."""
 
 
 class StepShadows:
@@ -85,7 +85,7 @@ class StepShadows:
         self._parts = parts
 
     def keep(self) -> None:
-        """Copy all parts; call after the update, before the next forward."""
+        """Copy all parts that a skip restores; call after the update, before the next forward."""
         for part in self._parts:
             part.keep()
 
@@ -101,7 +101,7 @@ class StepShadows:
 
     @property
     def buffers(self) -> RestorableData:
-        """The part for the model's buffers."""
+        """Return the part for the model's buffers, which a skipped step restores."""
         return self._parts[0]
 
 
@@ -124,7 +124,7 @@ class ModelLoadHook:
         return partial, (operator.setitem, {})
 
     def release(self) -> None:
-        """Remove the hook."""
+        """Remove the hook that protects a loaded model's values from a skip."""
         for handle in self._handles:
             handle.remove()
 
@@ -193,13 +193,12 @@ class BufferShadow:
                 return False
         return True
 
-    def keep(self) -> None:
-        """Copy the buffers; call after the update, before the next forward."""
-        self._save_buffers()
-
     @torch.no_grad()
-    def _save_buffers(self, *, is_kept: bool = False) -> None:
-        """Copy the model's buffers, as far as they may have changed."""
+    def keep(self, *, is_kept: bool = False) -> None:
+        """Copy the buffers, as far as they may have changed; call after the update, before forward.
+
+        ``is_kept``: the flat copies already equal the buffers.
+        """
         live = self._live_buffers()
         if live is self._kept_of:
             if not self._flat and not self._one_by_one:
@@ -217,6 +216,7 @@ class BufferShadow:
         self._versions = {i: buffer._version for i, buffer in self._constant.items()}
 
     def _copy_buffers(self, live: dict[int, Tensor]) -> None:
+        """Copy these buffers of the model to their kept copies."""
         if live:
             torch._foreach_copy_([self._saved_copies[i] for i in live], list(live.values()))
 
@@ -245,6 +245,7 @@ class BufferShadow:
         self._flat, self._placed, self._one_by_one = [], [], {}
 
     def _has_matching_copies(self, live: dict[int, Tensor]) -> bool:
+        """Return whether each of the model's buffers has a kept copy of its shape and type."""
         copies = self._saved_copies
         return live.keys() == copies.keys() and all(is_copyable(copies[i], live[i]) for i in live)
 
@@ -253,21 +254,20 @@ class BufferShadow:
         versions = self._versions
         return {i: b for i, b in live.items() if i not in versions or versions[i] != b._version}
 
-    def put_back(self, bad: Tensor) -> None:
-        """Restore every kept buffer if ``bad`` is 1. Does not wait.
-
-        If forward changed a buffer's shape or type, no copy fits, so it is not restored.
-        """
-        self._put_back(bad)
-
     def settle(self, bad: Tensor) -> None:
         """Restore the buffers if ``bad`` is 1, and keep a copy of the result."""
         if self._places:
-            self._save_buffers(is_kept=self._put_back(bad))
+            self.keep(is_kept=self.put_back(bad))
 
     @torch.no_grad()
-    def _put_back(self, bad: Tensor) -> bool:
-        """Restore, and return whether the flat copies already equal the buffers."""
+    def put_back(self, bad: Tensor) -> bool:
+        """Restore every kept buffer if ``bad`` is 1. Does not wait.
+
+        If forward changed a buffer's shape or type, no copy fits, so it is not restored.
+
+        Returns:
+            Whether the flat copies already equal the buffers.
+        """
         live = self._live_buffers()
         if reads_are_free(bad.device) and not bad.item():
             return False
@@ -364,7 +364,7 @@ def _has_write_counter(buffer: Tensor | None, elements: Tensor) -> bool:
 
 
 def is_copyable(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether one tensor can be copied into the other, element by element."""
+    """Return whether a buffer and its kept copy can be copied into each other, by element."""
     return (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
 
 
@@ -403,15 +403,12 @@ class OptimizerGuard:
         lr_factor: float,
         divisor: Tensor | None = None,
     ) -> None:
-        """Step the optimizer unless the verdict is bad.
+        """Step the optimizer unless the verdict ``bad``, 0.0 or 1.0 on the device, is bad.
 
-        Args:
-            bad: 0.0 or 1.0 on the device.
-            skip_on_host: the same verdict, already read, if an optimizer needs it on the host; None
-                leaves it on the device.
-            lr_factor: multiplies every group's rate, only during this step.
-            divisor: divisor of the gradients; only if the verdict is taken on the device, which
-                applies to every optimizer or none.
+        ``skip_on_host`` is the same verdict, already read, if an optimizer needs it on the host;
+        None leaves it on the device. ``lr_factor`` multiplies every group's rate, only during this
+        step. ``divisor`` divides the gradients: only if every optimizer takes the verdict on the
+        device.
         """
         if skip_on_host:
             self._mark_stepped()
@@ -424,6 +421,7 @@ class OptimizerGuard:
         self._mark_stepped()
 
     def _step(self, bad: Tensor, skip_on_host: bool | None, divisor: Tensor | None) -> None:
+        """Step the optimizer: with the verdict as a flag on the device, or without."""
         if self.on_device and skip_on_host is None:
             self._step_with_flag(bad, divisor)
         else:
@@ -478,7 +476,7 @@ class OptimizerGroup(NamedTuple):
 
     @property
     def is_headline(self) -> bool:
-        """Whether this turn provides the run's loss and norm: all optimizers, or the first."""
+        """Return whether this turn has the run's loss and norm: all optimizers, or the first."""
         return self.number <= 1
 
 
@@ -504,7 +502,7 @@ class LoopOptimizers:
         self.guards = tuple(OptimizerGuard(optimizer, scaler) for optimizer in optimizers)
 
     def norms(self, ranks: Ranks) -> GradNorms:
-        """Return the object that measures the parameters' gradients. Collective."""
+        """Return the object that measures the guarded parameters' gradients. Collective."""
         return GradNorms(self._params, ranks, self._pieces)
 
     @property
@@ -517,7 +515,7 @@ class LoopOptimizers:
         return overflow_flag(self._scaler, self._optimizers, self._device)
 
     def loss_scale(self) -> Tensor | None:
-        """Return the loss scale on its device, or None without scaling."""
+        """Return the guarded optimizers' loss scale on its device, or None without scaling."""
         return getattr(self._scaler, "_scale", None)
 
 
@@ -542,17 +540,16 @@ class UnguardedStepDetector:
         self._inside = False
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks that detect unguarded steps."""
         for hook in self._hooks:
             hook.remove()
 
     def _check_unguarded_step(
         self, optimizer: Optimizer, _args: Any, kwargs: Mapping[str, Any]
     ) -> None:
-        """Check a step. It is traced with a compiled step, so the usual case comes first.
+        """Refuse a step of the loop itself before any guarded step; later only count it.
 
-        Raises:
-            UsageError: the loop steps by itself before any guarded step. Later it is only counted.
+        It is traced with a compiled step, so the usual case comes first.
         """
         if self._inside or is_state_initialization(optimizer, kwargs):
             return
@@ -565,12 +562,11 @@ class UnguardedStepDetector:
         )
         if not self._any:
             raise error
-        with self._faults.fail_open("unguarded_step"):
-            raise error
+        self._faults.count("unguarded_step", error)
 
 
 def is_state_initialization(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether this step comes from ``torch.distributed.checkpoint``, not from the loop.
+    """Return whether a step comes from ``torch.distributed.checkpoint``, so it is not guarded.
 
     It creates an optimizer's state by a step of rate 0 over zeros, with exactly this call.
     """
@@ -616,7 +612,7 @@ def _create_momentum(optimizer: Optimizer) -> None:
 def update_scaler(
     scaler: torch.amp.GradScaler | None, optimizers: Sequence[Optimizer], overflow: Tensor
 ) -> None:
-    """Update the scale from the overflow that the ranks agreed on; does not wait."""
+    """Update the guarded loss scale from the overflow that the ranks agreed on; does not wait."""
     agree_on_overflow(scaler, optimizers, overflow)
     if scaler is not None:
         scaler.update()
@@ -625,7 +621,7 @@ def update_scaler(
 def agree_on_overflow(
     scaler: torch.amp.GradScaler | None, optimizers: Sequence[Optimizer], overflow: Tensor
 ) -> None:
-    """Write the reduced overflow into the scaler's flags.
+    """Write the reduced overflow into the flags of the guarded optimizers' scaler.
 
     Otherwise an overflow in one rank's shard would make the ranks' scales differ.
     """
@@ -640,14 +636,14 @@ def agree_on_overflow(
 
 
 def is_stepped(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
-    """Return whether the scaler has seen this optimizer's step since its last update."""
+    """Return whether the scaler has seen the guarded optimizer's step since its last update."""
     from torch.amp.grad_scaler import OptState
 
     return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED
 
 
 def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer]) -> None:
-    """Unscale the gradients, unless the loop already did in this step."""
+    """Unscale the guarded optimizers' gradients, unless the loop already did in this step."""
     from torch.amp.grad_scaler import OptState
 
     for optimizer in optimizers:
@@ -658,7 +654,7 @@ def unscale(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer]) -> No
 def overflow_flag(
     scaler: torch.amp.GradScaler | None, optimizers: Sequence[Optimizer], device: torch.device
 ) -> Tensor | None:
-    """Unscale the gradients once and return whether any overflowed, on the device."""
+    """Unscale guarded optimizers' gradients once; return whether any overflowed, on the device."""
     if scaler is None or not scaler.is_enabled():
         return None
     unscale(scaler, optimizers)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from trainer_hooks.guard.hook_memory import comm_hook_states, comm_hooks
 from trainer_hooks.stateful import HasStateDict
+from trainer_hooks.tensors.optimizer_state import params_of
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 
@@ -80,6 +81,7 @@ def _refuse_optimizer(optimizer: Any) -> None:
 
 
 def _refuse_schedulers(schedulers: Sequence[Any]) -> None:
+    """Refuse schedulers that no step can move with the update: no ``step()``, or a plateau's."""
     for scheduler in schedulers:
         is_class = isinstance(scheduler, type)
         if is_class or not callable(getattr(scheduler, "step", None)):
@@ -113,11 +115,7 @@ def _refuse_stepped_twice(schedulers: Sequence[Any]) -> None:
             seen.add(id(part))
 
 
-# ------------------------------------------------------------------ optimizers during backward
-
-
 def _refuse_in_backward(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that are stepped inside backward."""
     for what in _steppers_in_backward(model, optimizers):
         raise UsageError(
             f"{what} steps an optimizer inside backward: the update happens before the ranks can "
@@ -135,8 +133,7 @@ def _steppers_in_backward(model: nn.Module, optimizers: Sequence[Optimizer]) -> 
     if any(steps_an_optimizer(hook) for hook, _ in comm_hooks(model)):
         yield "a DDP communication hook"
     param_names = {id(p): f"parameter {n!r}" for n, p in model.named_parameters()}
-    optimizer_params = (p for o in optimizers for group in o.param_groups for p in group["params"])
-    for param in (*model.parameters(), *optimizer_params):
+    for param in (*model.parameters(), *params_of(optimizers)):
         name = param_names.get(id(param), "a parameter")
         if getattr(param, "_in_backward_optimizers", None):
             yield f"_apply_optimizer_in_backward on {name}"
@@ -179,13 +176,12 @@ def steps_an_optimizer(hook: Callable[..., Any]) -> bool:
 
 
 def _referenced_names(code: CodeType) -> set[str]:
-    """Return the names that a hook's code refers to, inner functions included."""
+    """Return the names that a hook's code refers to, inner functions too, to refuse steps in it."""
     inner = (const for const in code.co_consts if isinstance(const, CodeType))
     return set(code.co_names).union(*(_referenced_names(nested) for nested in inner))
 
 
 def _is_or_holds_optimizer(value: object) -> bool:
-    """Return whether an object in a hook's closure is or holds an optimizer."""
     if isinstance(value, Mapping):
         return any(isinstance(part, Optimizer) for part in value.values())
     if isinstance(value, list | tuple):
@@ -195,6 +191,6 @@ def _is_or_holds_optimizer(value: object) -> bool:
 
 
 def joinables(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[Any, ...]:
-    """Return objects that can be in a ``Join`` context: DDP, ZeroRedundancyOptimizer."""
+    """Return objects whose ``Join`` context must be refused: DDP, ZeroRedundancyOptimizer."""
     everything = (*model.modules(), *optimizers)
     return tuple(candidate for candidate in everything if hasattr(candidate, "_join_config"))

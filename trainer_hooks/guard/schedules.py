@@ -27,8 +27,6 @@ class Warn(Protocol):
 
 _NEARLY_ZERO = 1e-3
 """Share of a learning rate that is left after it has decayed."""
-
-
 _MOST_EPOCHS = 1_000
 """A schedule that ends within this number of counts may count epochs."""
 _LOOK_EVERY = 16
@@ -40,11 +38,6 @@ class SchedulerStepper:
     Call ``check_double_stepping`` before each update and ``note_update`` after it. With
     ``every="epoch"`` the epochs of the data step them: ``iterate_epochs`` yields a loader's batches
     and detects the end of an epoch.
-
-    Args:
-        schedulers: at least one.
-        every: an update or an epoch.
-        warn: reports a warning once, to the user.
     """
 
     def __init__(self, schedulers: Sequence[Any], every: SchedulerEvery, warn: Warn) -> None:
@@ -65,8 +58,6 @@ class SchedulerStepper:
         """Whether an epoch of ``iterate_epochs`` with training has ended."""
         self._ended: tuple[int, str] | None = None
         """Step from which a scheduler of epochs has no effect, and the warning about it."""
-
-    # -------------------------------------------------------------------- stepped by the loop
 
     def check_double_stepping(self, step: int) -> UsageError | None:
         """Return the error if the loop steps a scheduler too: visible at the second update.
@@ -124,25 +115,19 @@ class SchedulerStepper:
             return
 
     def _step_counts(self) -> list[int | None]:
+        """Return how often each scheduler was stepped; None if it has no count."""
         return [scheduler_step_count(scheduler) for scheduler in self._schedulers]
-
-    # --------------------------------------------------------------------------- stepped by Vitals
 
     def note_update(self, optimizers: Sequence[Optimizer] = ()) -> None:
         """Note an update, applied or skipped: it steps the schedulers of ``every="step"``.
 
-        Args:
-            optimizers: optimizers of the update, if not all of them.
+        Only those of ``optimizers``, if any are given.
         """
         self._is_training = True
         if self.every == "step":
-            self._step_schedulers(optimizers)
+            self.step_schedulers(optimizers)
 
-    def end_epoch(self) -> None:
-        """Step the schedulers once."""
-        self._step_schedulers()
-
-    def _step_schedulers(self, optimizers: Sequence[Optimizer] = ()) -> None:
+    def step_schedulers(self, optimizers: Sequence[Optimizer] = ()) -> None:
         """Step the LR schedulers of these optimizers, or all of them."""
         for i, scheduler in enumerate(self._schedulers):
             if optimizers and not any(optimizer_of(scheduler) is o for o in optimizers):
@@ -167,21 +152,19 @@ class SchedulerStepper:
         self._advance_to_epoch(batches.epochs[1])
 
     def _advance_to_epoch(self, epoch: int) -> None:
+        """Step the schedulers once for each completed epoch, if there was training."""
         missing, self._epoch = epoch - self._epoch, epoch
         if not self._is_training:
             return
         self.sees_epochs |= missing > 0
         for _ in range(missing):
-            self._step_schedulers()
-
-    # ------------------------------------------------------------------------------ a rollback
+            self.step_schedulers()
 
     def restore_counts(self, epoch: int | None) -> None:
-        """Set the counts to those of a restored state.
+        """Set the schedulers' counts to those of a restored state.
 
-        Args:
-            epoch: epoch in which the data continues with that state; None if the data does not go
-                back, in which case schedulers of epochs do not either.
+        ``epoch`` is where the data continues with it; None if the data does not go back, in which
+        case schedulers of epochs do not either.
         """
         counts = self._step_counts()
         undone = [
@@ -196,9 +179,7 @@ class SchedulerStepper:
             self._epoch = epoch
             return
         for _ in range(max(undone, default=0)):
-            self._step_schedulers()
-
-    # ------------------------------------------------------- updates confused with epochs
+            self.step_schedulers()
 
     def check_epoch_schedule(
         self, step: int, num_batches: int | None, num_epochs: int, per_step: int
@@ -206,13 +187,8 @@ class SchedulerStepper:
         """Check at the first step whether a scheduler that is stepped per update counts epochs.
 
         If the loader's epochs make this certain enough, it is reported at once. Otherwise it is
-        reported when the schedule ends during the first epoch.
-
-        Args:
-            step: the first step.
-            num_batches: batches per epoch, if known.
-            num_epochs: epochs for which the loader is iterated; 1 if the loop handles epochs.
-            per_step: batches per step.
+        reported when the schedule ends during the first epoch. ``num_epochs`` is 1 if the loop
+        handles epochs; ``per_step`` is the number of batches.
         """
         if self.every != "step" or not num_batches:
             return
@@ -264,12 +240,9 @@ def optimizer_of(scheduler: Any) -> Any:
 def is_scheduled(
     schedulers: Sequence[Any], optimizer: Optimizer, rates: Sequence[float | None]
 ) -> bool:
-    """Return whether a scheduler given to ``watch`` has set the rate of the first group.
+    """Return whether a scheduler given to ``watch`` has set the first of the current ``rates``.
 
-    Args:
-        schedulers: schedulers given to ``watch``.
-        optimizer: the optimizer whose groups come first in ``rates``.
-        rates: current rates of the optimizers' groups.
+    The first rates belong to the ``optimizer``.
     """
     for scheduler in schedulers:
         last = getattr(scheduler, "_last_lr", None) or ()

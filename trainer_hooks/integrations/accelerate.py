@@ -25,6 +25,7 @@ from trainer_hooks.arguments import as_list
 from trainer_hooks.guard.optimizers import ModelLoadHook
 from trainer_hooks.integrations import framework
 from trainer_hooks.integrations.framework import Options, is_off, require_version
+from trainer_hooks.tensors.optimizer_state import params_of
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.errors import UsageError
 
@@ -88,13 +89,8 @@ def guard_accelerator(
 ) -> tuple[Attached, AcceleratorHooks | None]:
     """Attach to the optimizers, and get losses and clip norm from the accelerator.
 
-    Args:
-        accelerator: its methods are replaced on the object until the guard is closed.
-        model: the module, wrapped or not.
-        optimizers: prepared optimizers.
-        options: as for ``trainer_hooks.attach``.
-        max_norm: as for ``attach``.
-        parts: whether the losses of a step's micro-batches are parts of its loss, to be added.
+    The accelerator's methods are replaced until the guard is closed. With ``parts``, the losses of
+    a step's micro-batches are parts of its loss, to be added.
     """
     require_version("accelerate", OLDEST, extra="accelerate")
     if not is_off(options):
@@ -118,6 +114,7 @@ def guard_accelerator(
 
 
 def _is_deepspeed(accelerator: Any) -> bool:
+    """Return whether Accelerate trains with DeepSpeed."""
     return getattr(accelerator.distributed_type, "value", "") == "DEEPSPEED"
 
 
@@ -141,11 +138,7 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
 
 
 def refuse_accelerate_loop(distributed_type: Any, optimizers: Sequence[Any]) -> None:
-    """Refuse loops that cannot be guarded correctly.
-
-    Raises:
-        UsageError: this is such a loop.
-    """
+    """Refuse loops of Accelerate that cannot be guarded correctly."""
     kind = str(getattr(distributed_type, "value", distributed_type)).upper()
     if kind in _ELSEWHERE:
         raise UsageError(
@@ -177,7 +170,7 @@ def refuse_accelerate_loop(distributed_type: Any, optimizers: Sequence[Any]) -> 
 def replace_method(
     attached: Attached, owner: Any, name: str, make: Callable[[Callable[..., Any]], Any]
 ) -> None:
-    """Replace a method on the object itself, and restore it when the guard is closed.
+    """Replace a framework's method on the object itself; restore it when the guard is closed.
 
     If other code has wrapped the replacement since, it stays, but then only calls the original.
     """
@@ -298,15 +291,11 @@ class AcceleratorHooks:
         attached.before_clip(max_norm)
 
     def _trainable_param_ids(self) -> set[int]:
-        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-        return {id(p) for group in groups for p in group["params"] if p.requires_grad}
+        """Return the ids of the trainable parameters of Accelerate's optimizers."""
+        return {id(p) for p in params_of(self._optimizers) if p.requires_grad}
 
     def _refuse_clip(self) -> None:
-        """Refuse a clip in a loop that was declared to not clip.
-
-        Raises:
-            UsageError: this is the first step. Later it is only counted.
-        """
+        """Refuse a clip through the accelerator in a loop that was declared to not clip."""
         error = UsageError(
             "the loop clips through the accelerator, and attach(max_norm=...) said that it does "
             "not",
@@ -314,8 +303,7 @@ class AcceleratorHooks:
         )
         if self._attached.step_index == self._attached._first_step:
             raise error
-        with self._attached._run.faults.fail_open("clip"):
-            raise error
+        self._attached._run.faults.count("clip", error)
 
     # --------------------------------------------------------------------------- the scaler
 
@@ -409,6 +397,7 @@ def record_logged_numbers(attached: Any, values: Mapping[str, Any]) -> None:
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a value in Accelerate's log is one number, for example a 0-dim tensor."""
     if isinstance(value, Tensor | np.ndarray):
         return bool(value.ndim == 0)
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -422,5 +411,5 @@ def _state_file(accelerator: Any, optimizer: Any) -> str:
 
 
 def _as_parameters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters as a list: an iterator can be used only once."""
+    """Return what Accelerate clips as a list: an iterator can be used only once."""
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)

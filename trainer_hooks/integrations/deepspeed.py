@@ -39,7 +39,6 @@ from trainer_hooks.integrations.zero import (
 )
 from trainer_hooks.noop import Unattached
 from trainer_hooks.probe.probe import LossOf
-from trainvitals.detect.posttraining.names import loss_kind_of_task
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 from trainvitals.records import OVERFLOW
@@ -61,7 +60,6 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
     """
     require_version("deepspeed", OLDEST, extra="deepspeed")
     seat = None if is_off(options) else _engine_hook_of(engine)
-    task = options.get("task")
     arguments = WatchArguments(
         model=getattr(engine, "module", engine),
         optimizers=() if seat is None else (seat.optimizer,),
@@ -75,8 +73,8 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
         tags=options.get("tags", ()),
         state=options.get("state"),
         signals=options.get("signals"),
-        loss_kind=options.get("loss_kind") or loss_kind_of_task(task) or "minimize",
-        task=task,
+        loss_kind=options.get("loss_kind"),
+        task=options.get("task"),
         on_collapse=options.get("on_collapse", "report"),
         on_hang=options.get("on_hang", "alert"),
         owns_clip=False,
@@ -161,8 +159,7 @@ class DeepSpeedAttached(Attached):
     def judge_and_decide_skip(self, overflowed: bool) -> bool:
         """Measure and judge the step; return whether all ranks skip it. Once per step, collective.
 
-        Args:
-            overflowed: result of the engine's own check, on this rank.
+        ``overflowed`` is the result of the engine's own check, on this rank.
         """
         if self._closed:
             return overflowed
@@ -196,7 +193,7 @@ class DeepSpeedAttached(Attached):
         return self._judged is not None and bool(self._judged.verdict.overflow.item())
 
     def around_step(self, real: Any) -> Any:
-        """Return the optimizer's step, followed by the end of the guarded step."""
+        """Return DeepSpeed's optimizer step, followed by the end of the guarded step."""
 
         def ours(*args: Any, **kwargs: Any) -> Any:
             if self._closed:
@@ -213,11 +210,7 @@ class DeepSpeedAttached(Attached):
         return ours
 
     def _end_step(self) -> None:
-        """Finish the step that was judged.
-
-        Raises:
-            UsageError: no step was judged, and this is the first. Later it is only counted.
-        """
+        """Finish the engine's step that was judged."""
         judged, self._judged = self._judged, None
         if judged is not None:
             self._parts.clock.end_loop_clip()
@@ -230,12 +223,11 @@ class DeepSpeedAttached(Attached):
         )
         if self._step == self._first_step:
             raise error
-        with self._run.faults.fail_open("unguarded_step"):
-            raise error
+        self._run.faults.count("unguarded_step", error)
 
 
 def _marked_as_overflow(judged: Judged) -> Judged:
-    """Return the step marked as overflow: the engine skips it, since its float32 norm overflows."""
+    """Return the step marked as overflow: DeepSpeed skips it, since its float32 norm overflows."""
     verdict = judged.verdict
     bad = torch.ones_like(verdict.bad)
     verdict = verdict._replace(bad=bad, overflow=bad, bits=verdict.bits + OVERFLOW)
@@ -256,7 +248,7 @@ class _EngineHook(NamedTuple):
 
 
 def _hook_plain(attached: DeepSpeedAttached, engine: Any) -> None:
-    """No ZeRO, float32: guard the optimizer's step, and judge before the engine's clip."""
+    """Guard a DeepSpeed optimizer without ZeRO in float32; judge before the engine's clip."""
     name = "clip_fp32_gradients" if engine.gradient_clipping() > 0.0 else "_take_model_step"
 
     def before(real: Any) -> Any:
@@ -270,7 +262,7 @@ def _hook_plain(attached: DeepSpeedAttached, engine: Any) -> None:
 
 
 def _hook_zero(attached: DeepSpeedAttached, engine: Any) -> None:
-    """ZeRO 1 to 3: judge where the loss scale is updated, just before the overflow decision."""
+    """Guard ZeRO 1 to 3: judge as the loss scale is updated, just before the overflow decision."""
     zero = engine.optimizer
 
     def update_scale(real: Any) -> Any:
@@ -286,7 +278,7 @@ def _hook_zero(attached: DeepSpeedAttached, engine: Any) -> None:
 
 
 def _hook_half(attached: DeepSpeedAttached, engine: Any) -> None:
-    """FP16_Optimizer and similar: replace the result of its overflow check."""
+    """Guard FP16_Optimizer and similar: replace the result of its overflow check."""
     zero = engine.optimizer
     holder = attached.holder
     assert isinstance(holder, HalfPrecisionAdapter), "made for this hook"
@@ -363,11 +355,7 @@ def _engine_hook_of(engine: Any) -> _EngineHook:
 
 
 def _refuse(engine: Any) -> None:
-    """Refuse an engine whose skip may change state, or was not verified to be without effect.
-
-    Raises:
-        UsageError: the message says why, and what to do.
-    """
+    """Refuse an engine whose skip may change state, or was not verified to be without effect."""
     if not hasattr(engine, "gradient_clipping") or not hasattr(engine, "optimizer"):
         raise UsageError(
             f"attach() was given {name_type(engine)}, which is not a DeepSpeed engine",

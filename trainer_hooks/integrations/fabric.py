@@ -39,7 +39,7 @@ def attach(
     loss_divisor: float = 1.0,
     **options: Unpack[Options],
 ) -> Attached:
-    """Guard the loop's ``optimizer.step()``. Call on all ranks, after ``fabric.setup``.
+    """Guard a Fabric loop's ``optimizer.step()``. Call on all ranks, after ``fabric.setup``.
 
     Gradient norm outliers are detected if the loop calls ``fabric.clip_gradients``, or with
     ``max_norm``. A clip without an explicit ``error_if_nonfinite`` no longer raises: the step is
@@ -88,6 +88,7 @@ def _require(fabric: Any) -> None:
 
 
 def _check_fabric_supported(fabric: Any, loss_divisor: float) -> None:
+    """Refuse a Fabric that is guarded or cannot be guarded, and an invalid ``loss_divisor``."""
     for name in (kind.__name__ for kind in type(fabric.strategy).__mro__):
         if name in ("DeepSpeedStrategy", "XLAStrategy", "XLAFSDPStrategy"):
             raise UsageError(
@@ -165,7 +166,7 @@ def _norm_of(bound_arguments: Mapping[str, Any]) -> float | None:
 
 
 def _unscale_once(precision: Any, attached: Attached) -> None:
-    """Let a clip skip unscaling if the gradients are unscaled already: a scaler would raise."""
+    """Let Fabric's clip skip unscaling if gradients are unscaled already: a scaler would raise."""
     real: Callable[..., None] = precision.unscale_gradients
 
     def unscale_gradients(optimizer: Any) -> None:
@@ -179,7 +180,7 @@ def _unscale_once(precision: Any, attached: Attached) -> None:
 
 
 def _record_logged_values(fabric: Any, attached: Attached) -> None:
-    """Record logged values; ``fabric.log`` also calls this method, and waits for each value."""
+    """Record Fabric's logged values; ``fabric.log`` also calls this and waits for each value."""
     real: Callable[..., None] = fabric.log_dict
 
     def log_dict(metrics: Mapping[str, Any], step: int | None = None) -> None:

@@ -37,7 +37,7 @@ class Options(TypedDict, total=False):
 
 
 def is_off(options: Options) -> bool:
-    """Return whether Vitals is off, so that nothing is refused either.
+    """Return whether an adapter's options turn Vitals off, so that nothing is refused either.
 
     From ``VITALS_MODE`` or ``mode``; ``attach`` checks that all ranks have the same setting.
     """
@@ -47,10 +47,7 @@ def is_off(options: Options) -> bool:
 def require_version(distribution: str, oldest: str, *, extra: str) -> None:
     """Refuse a framework that is missing, or older than the versions tested with the adapter.
 
-    Args:
-        distribution: name on the package index.
-        oldest: oldest version that passed the conformance suite.
-        extra: extra of ``trainvitals`` that installs it.
+    ``extra`` is the extra of ``trainvitals`` that installs it.
 
     Raises:
         MissingDependencyError: install or upgrade the framework.
@@ -67,7 +64,7 @@ def require_version(distribution: str, oldest: str, *, extra: str) -> None:
 
 
 def replace_while_attached(attached: Attached, owner: Any, name: str, ours: Any) -> None:
-    """Set an attribute on the object itself until the guard closes.
+    """Set an attribute on a framework's object itself until the adapter's guard closes.
 
     If other code has replaced it since, it is not restored.
     """

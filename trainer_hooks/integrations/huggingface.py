@@ -56,14 +56,12 @@ class VitalsCallback(TrainerCallback, ExportableState):
         self._hooks: accelerate.AcceleratorHooks | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the guard, which the trainer stores in ``trainer_state.json``."""
+        """Return the guard's state, which Hugging Face stores in ``trainer_state.json``."""
         attached_state = {} if self.attached is None else self.attached.state_dict()
         return {"args": {}, "attributes": {"kept": attached_state}}
 
-    # ------------------------------------------------------------------------ start and end
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach: the model is prepared, and a checkpoint was loaded.
+        """Attach to the trainer: the model is prepared, and a checkpoint was loaded.
 
         Raises:
             UsageError: the trainer trains in a way that cannot be guarded; the message says what to
@@ -121,6 +119,7 @@ class VitalsCallback(TrainerCallback, ExportableState):
         return attached
 
     def _refuse_copy(self) -> None:
+        """Refuse a callback that Hugging Face re-created from a checkpoint, without its trainer."""
         if self.kept is not None:
             raise UsageError(
                 "restore_callback_states_from_checkpoint created a new VitalsCallback without its "
@@ -130,7 +129,7 @@ class VitalsCallback(TrainerCallback, ExportableState):
             )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the run.
+        """End the run of the Hugging Face trainer.
 
         Raises:
             TrainingHalted: the last step, whose numbers arrive only now, halts the run.
@@ -143,15 +142,13 @@ class VitalsCallback(TrainerCallback, ExportableState):
         if isinstance(attached, Attached):
             attached.end(how, reason)
 
-    # ------------------------------------------------------------------------- in every step
-
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Pass on the loss, if the trainer did not clip through its accelerator."""
         if self._hooks is not None:
             self._hooks.give_loss()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Record logged values; metrics of an evaluation are recorded separately."""
+        """Record the trainer's logged values; metrics of an evaluation are recorded separately."""
         if not state.is_world_process_zero:
             return
         logged = dict(logs or {})
@@ -177,7 +174,7 @@ class _TrainerBatchKeeper:
         return compute_loss
 
     def _loss_of(self, real: Callable[..., Any], model: Any, inputs: Any) -> Any:
-        """Return the mean loss over the batch, without the trainer's scaling by accumulation."""
+        """Return the trainer's mean loss over the batch, without its scaling by accumulation."""
         with self._trainer.compute_loss_context_manager():
             return real(model, inputs).mean()
 

@@ -29,7 +29,7 @@ _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lig
 
 
 def _callback_class() -> Any:
-    """Return the base class of the imported package; of both, which either trainer accepts."""
+    """Return Lightning's base class of the imported package; of both, which either accepts."""
     present = [name for name in _PACKAGES if find_spec(name) is not None]
     package_name = next((name for name in present if _PACKAGES[name] in sys.modules), None)
     package = package_name or (present[0] if present else "lightning")
@@ -64,7 +64,7 @@ class VitalsCallback(_Callback):
 
     @property
     def state_key(self) -> str:
-        """Key of the state in a checkpoint."""
+        """Return the key of the callback's state in Lightning's checkpoint."""
         name = type(self).__qualname__
         return name if self._index is None else f"{name}{{'optimizer': {self._index}}}"
 
@@ -75,17 +75,15 @@ class VitalsCallback(_Callback):
         return dict(self._state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state until training starts and the guard exists."""
+        """Keep Lightning's saved state until training starts and the guard exists."""
         self._state = state_dict
-
-    # ------------------------------------------------------------------------ start and end
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Discard the state of an earlier fit; Lightning loads a checkpoint's state after this."""
         self._state = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach: the optimizers exist and are restored, and the model is wrapped.
+        """Attach to Lightning: optimizers exist and are restored, and the model is wrapped.
 
         Raises:
             UsageError: the loop trains in a way that cannot be guarded.
@@ -119,7 +117,7 @@ class VitalsCallback(_Callback):
         return optimizers[self._index]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """End the run.
+        """End the run of Lightning's trainer.
 
         Raises:
             TrainingHalted: the last step, whose numbers arrive only now, halts the run.
@@ -127,7 +125,7 @@ class VitalsCallback(_Callback):
         self._end_run(lambda attached: attached.end("finished", ""))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End the run as failed or interrupted; the exception propagates."""
+        """End Lightning's run as failed or interrupted; the exception propagates."""
         if type(exception).__name__ == "SIGTERMException":  # a SystemExit without a code
             with suppress(TrainingHalted):
                 self._end_run(lambda attached: attached.end("interrupted", "SIGTERM"))
@@ -135,10 +133,11 @@ class VitalsCallback(_Callback):
         self._end_run(lambda attached: attached.__exit__(type(exception), exception, None))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """End a run that is still open, for example after a tuner."""
+        """End a run of Lightning that is still open, for example after a tuner."""
         self.on_train_end(trainer, pl_module)
 
     def _end_run(self, how: Any) -> None:
+        """End the guarded run of Lightning's trainer, and keep its state for a checkpoint."""
         attached, guards, self._guards = self.attached, self._guards, False
         if attached is None or not guards:
             return
@@ -147,12 +146,10 @@ class VitalsCallback(_Callback):
         finally:
             self._state, self._optimizer = attached.state_dict(), None
 
-    # ------------------------------------------------------------------------- in every step
-
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Reset: this batch has had no backward yet."""
+        """Reset: this batch of Lightning has had no backward yet."""
         self._has_gradients = False
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
@@ -177,15 +174,14 @@ class VitalsCallback(_Callback):
         if getattr(optimizer, "optimizer", optimizer) is self._optimizer:
             self.attached.before_clip(_max_norm(trainer, pl_module))
             return
-        with self.attached._run.faults.fail_open("unguarded_step"):
-            raise UsageError(
-                "the trainer's optimizer was replaced after training began: its steps are not "
-                "guarded",
-                hint="replace it before trainer.fit(), in configure_optimizers",
-            )
+        error = UsageError(
+            "the trainer's optimizer was replaced after training began: its steps are not guarded",
+            hint="replace it before trainer.fit(), in configure_optimizers",
+        )
+        self.attached._run.faults.count("unguarded_step", error)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Exclude the validation from the time of the next step."""
+        """Exclude Lightning's validation from the time of the next step."""
         if self._guards and self.attached is not None:
             self.attached._parts.clock.restart()
 

@@ -60,6 +60,7 @@ def attach(trainer: Any, **options: Unpack[Options]) -> Attached:
 
 
 def _require_torchtitan() -> None:
+    """Refuse a torchtitan that is missing or too old; a source checkout has no version."""
     try:
         version("torchtitan")
     except PackageNotFoundError:
@@ -69,11 +70,7 @@ def _require_torchtitan() -> None:
 
 
 def _refuse(trainer: Any) -> None:
-    """Refuse torchtitan trainers that step differently from their train_step.
-
-    Raises:
-        UsageError: the message says which and why.
-    """
+    """Refuse torchtitan trainers that step differently from their train_step."""
     name = type(trainer).__name__
     needed = ("forward_backward_step", "train", "gradient_accumulation_steps", "parallel_dims")
     missing = [word for word in needed if not hasattr(trainer, word)]
@@ -132,7 +129,7 @@ class _StepJudge:
         self._hide = _stops_by_itself(trainer) and attached._run.mode != "observe"
 
     def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the real method; after the last call of a step, measure and judge."""
+        """Call torchtitan's real method; after the last call of a step, measure and judge."""
         loss = self._real(*args, **kwargs)
         trainer, attached = self._trainer, self._attached
         if attached._closed:
@@ -168,8 +165,7 @@ class _StepJudge:
     def _discard_early_judgement(self) -> None:
         """Discard a verdict that came too early; the step is then judged after the clip.
 
-        Raises:
-            UsageError: this is the first step. Later it is only counted.
+        Raises in the first step; later it is only counted.
         """
         attached = self._attached
         attached._judged = None
@@ -180,8 +176,7 @@ class _StepJudge:
         )
         if attached.step_index == attached._first_step:
             raise error
-        with attached._run.faults.fail_open("forward_backward_step"):
-            raise error
+        attached._run.faults.count("forward_backward_step", error)
 
     @torch.no_grad()
     def _hide_from_torchtitan(self, loss: Any) -> None:
@@ -199,7 +194,7 @@ class _StepJudge:
 
 
 def _stops_by_itself(trainer: Any) -> bool:
-    """Return whether the train step itself checks that loss and norm are finite.
+    """Return whether torchtitan's train step itself checks that loss and norm are finite.
 
     torchtitan 0.3 ends the job if the logged loss is not finite; since August 2026 it asserts both
     before each update.
@@ -233,11 +228,11 @@ class _TorchtitanState:
         self._attached = attached
 
     def state_dict(self) -> dict[str, str]:
-        """Return the state; DCP also calls this before a load."""
+        """Return the state for torchtitan's checkpoint; DCP also calls this before a load."""
         return {"json": json.dumps(self._attached.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
-        """Continue from the state."""
+        """Continue from the state in torchtitan's checkpoint."""
         self._attached.load_state_dict(json.loads(state["json"]))
 
 

@@ -35,7 +35,7 @@ class ParamPartition(NamedTuple):
 
 
 class DeepSpeedAdapter(ABC):
-    """Adapts one of DeepSpeed's optimizers to ``trainer_hooks.exchange.device.Engine``.
+    """Adapts one of DeepSpeed's optimizers to ``trainer_hooks.exchange.device.UpdateEngine``.
 
     ``zero`` is the engine's optimizer, which wraps a plain one.
     """
@@ -45,24 +45,26 @@ class DeepSpeedAdapter(ABC):
         self.device = torch.device(engine.device)
         self.names = {id(p): clean_name(n) for n, p in engine.module.named_parameters()}
         self._overflowed = False
-        self._scale = self._own_scale = 1.0
+        self.measured_scale = self._own_scale = 1.0
+        """Loss scale of the measured gradients; the engine may have updated its own since."""
 
     @abstractmethod
     def parameter_names(self) -> list[str]:
-        """Return the names of all trained parameters, in the same order on all ranks."""
+        """Return the names of all parameters that DeepSpeed trains, in one order on all ranks."""
 
     @abstractmethod
     def partitions(self) -> Iterator[ParamPartition]:
-        """Yield this rank's current parts in that order; empty ones may be omitted."""
+        """Yield DeepSpeed's current parts on this rank in that order; empty ones may be omitted."""
 
     @property
-    @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Dtype in which the model computes."""
+        """Return the dtype in which DeepSpeed's model computes."""
+        dtype: torch.dtype = self.zero.dtype
+        return dtype
 
     @property
     def scaler(self) -> Any:
-        """Object that holds the loss scale."""
+        """Return the object of DeepSpeed that holds the loss scale."""
         return self.zero.loss_scaler
 
     @property
@@ -89,9 +91,8 @@ class DeepSpeedAdapter(ABC):
 
     def read_overflow_flag(self, *, overflowed: bool) -> None:
         """Record the engine's overflow flag and loss scale at the time of the measurement."""
-        self._overflowed, self._scale, self._own_scale = overflowed, self.scale, self.own_scale
-
-    # --------------------------------------------------------- trainer_hooks.exchange.device.Engine
+        self._overflowed, self.measured_scale = overflowed, self.scale
+        self._own_scale = self.own_scale
 
     guards: tuple[OptimizerGuard, ...] = ()
     """Empty: the engine steps by itself."""
@@ -112,11 +113,6 @@ class DeepSpeedAdapter(ABC):
         if self.dtype != torch.float16:
             return None
         return torch.full((), self._own_scale, dtype=torch.float64, device=self.device)
-
-    @property
-    def measured_scale(self) -> float:
-        """Loss scale of the measured gradients; the engine may have updated its own since."""
-        return self._scale
 
     def name_of(self, param: Tensor, group: int, index: int) -> str:
         """Return the user's name of a parameter, otherwise its group and index."""
@@ -161,7 +157,7 @@ class DeepSpeedNorms(GradNorms):
         return parts
 
     def clip_fallback_gradients(self) -> list[Tensor]:
-        """Return nothing: the engine clips by itself."""
+        """Return nothing: DeepSpeed's engine clips by itself."""
         return []
 
     def squares_into(self, out: Tensor, where: list[int], grads: list[Tensor]) -> None:
@@ -175,17 +171,8 @@ class DeepSpeedNorms(GradNorms):
             return nonfinite_count(self.local_parameters(), self.device)
 
 
-# -------------------------------------------------------------------- the optimizers, one by one
-
-
 class ZeroTwo(DeepSpeedAdapter):
     """ZeRO stages 1 and 2: each rank updates one piece of each group's flat parameters."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype in which the model computes."""
-        dtype: torch.dtype = self.zero.dtype
-        return dtype
 
     def parameter_names(self) -> list[str]:
         """Return the names of all trained parameters, in the optimizer's order."""
@@ -202,7 +189,8 @@ class ZeroTwo(DeepSpeedAdapter):
             rank = dist.get_rank(zero.real_dp_process_group[i])
             averaged = zero.averaged_gradients.get(i)
             grads = [g for g in averaged or () if not getattr(g, "_zero_padding", False)]
-            flat, index = zero.single_partition_of_fp32_groups[i], self._index_by_param_id(i)
+            flat = zero.single_partition_of_fp32_groups[i]
+            index = {id(param): j for j, param in enumerate(zero.bit16_groups[i])}
             for n, param in enumerate(params):
                 of_param = zero.get_param_id(param)
                 begin = zero.grad_start_offset[i][rank][of_param]
@@ -212,19 +200,9 @@ class ZeroTwo(DeepSpeedAdapter):
                 grad = grads[n] if n < len(grads) else None
                 yield ParamPartition(name, (int(begin),), grad, flat.narrow(0, int(at), int(size)))
 
-    def _index_by_param_id(self, group: int) -> dict[int, int]:
-        """Return the position in a parameter group by ``id`` of the parameter."""
-        return {id(param): j for j, param in enumerate(self.zero.bit16_groups[group])}
-
 
 class ZeroThree(DeepSpeedAdapter):
     """ZeRO stage 3: each rank holds and updates a piece of every parameter."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype in which the model computes."""
-        dtype: torch.dtype = self.zero.dtype
-        return dtype
 
     def parameter_names(self) -> list[str]:
         """Return the names of all trained parameters, in the optimizer's order."""
@@ -244,6 +222,7 @@ class ZeroThree(DeepSpeedAdapter):
             yield ParamPartition(name, (rank * size,), grad, weight)
 
     def _trainable_params(self) -> Iterator[tuple[str, int, int, Any]]:
+        """Yield name, group, index and parameter of each that ZeRO 3 trains."""
         for i, group in enumerate(self.zero.fp16_groups):
             for j, param in enumerate(group):
                 if param.requires_grad:
@@ -262,7 +241,7 @@ class _ReplicatedAdapter(DeepSpeedAdapter):
         return [part.name for part in self.partitions()]
 
     def partitions(self) -> Iterator[ParamPartition]:
-        """Yield all parameters as whole tensors."""
+        """Yield all of DeepSpeed's parameters as whole tensors, because there is no ZeRO."""
         for index, (param, grad) in enumerate(self.grouped()):
             yield ParamPartition(self.name_of(param, 0, index), (), grad, param)
 
@@ -277,28 +256,28 @@ class HalfPrecisionAdapter(_ReplicatedAdapter):
 
     @property
     def scaler(self) -> Any:
-        """Object that holds the loss scale."""
+        """Return DeepSpeed's object that holds the loss scale."""
         return getattr(self.zero, "loss_scale_config", self.zero)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype in which the model computes."""
+        """Return the dtype in which DeepSpeed's half-precision model computes."""
         dtype: torch.dtype = self.zero.fp16_groups[0][0].dtype
         return dtype
 
     @property
     def scale(self) -> float:
-        """Factor by which the measured gradients are multiplied; divide by it."""
+        """Return the factor that multiplies DeepSpeed's measured gradients; divide by it."""
         return self.own_scale if self.scales_losses else 1.0
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the loss scale is dynamic."""
+        """Return whether DeepSpeed's loss scale is dynamic."""
         return self.is_scaled and bool(self.scaler.dynamic_loss_scale)
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the engine has a loss scale."""
+        """Return whether the DeepSpeed engine has a loss scale."""
         return self.dtype == torch.float16
 
     @property
@@ -307,7 +286,7 @@ class HalfPrecisionAdapter(_ReplicatedAdapter):
         return self.scales_losses or not self.is_scaled
 
     def grouped(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield each parameter of the model with its gradient."""
+        """Yield each parameter of DeepSpeed's half-precision model with its gradient."""
         return ((param, param.grad) for group in self.zero.fp16_groups for param in group)
 
 
@@ -316,17 +295,17 @@ class Bfloat16Adapter(_ReplicatedAdapter):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype in which the model computes."""
+        """Return the dtype in which DeepSpeed's bfloat16 model computes."""
         return torch.bfloat16
 
     @property
     def own_scale(self) -> float:
-        """1: there is no loss scale."""
+        """Return 1: DeepSpeed's bfloat16 optimizer has no loss scale."""
         return 1.0
 
     @property
     def is_dynamic(self) -> bool:
-        """False: there is no loss scale."""
+        """Return False: DeepSpeed's bfloat16 optimizer has no loss scale."""
         return False
 
     def grouped(self) -> Iterator[tuple[Tensor, Tensor | None]]:

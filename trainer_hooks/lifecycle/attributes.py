@@ -42,7 +42,7 @@ def run_info(
     schedule: str = "",
     task: str = "",
 ) -> RunInfo:
-    """Return the attributes of the run; secrets are removed by ``redaction``."""
+    """Return the run's attributes at its start; secrets are removed by ``redaction``."""
     tag_list = [tags] if isinstance(tags, str) else tags
     return RunInfo(
         name=_attribute_text(name or environ.get("VITALS_NAME", ""))[:300],
@@ -70,7 +70,7 @@ _timed: set[int] = set()
 
 
 def process_started_unix_ns(now_unix_ns: int) -> int:
-    """Return when this process started, for its first run; 0 if unrelated to the run.
+    """Return when this process started, for its first run's start; 0 if unrelated to the run.
 
     An interactive session started long before the run. Linux only.
     """
@@ -105,7 +105,7 @@ def flatten_config(config: Mapping[str, object]) -> dict[str, Plain]:
 
 
 def _flatten_config(config: object, prefix: str, depth: int) -> Iterator[tuple[str, Plain]]:
-    """Yield the run's settings as dotted names and plain values."""
+    """Yield the settings of a starting run as dotted names and plain values."""
     for key, value in fields_of(config) or ():
         name = _attribute_text(f"{prefix}{key}")
         if is_secret(key, value):
@@ -123,7 +123,7 @@ def _flatten_config(config: object, prefix: str, depth: int) -> Iterator[tuple[s
 
 
 def _attribute_text(value: object) -> str:
-    """Return a storable text for any object."""
+    """Return a storable text for any object among the attributes of a starting run."""
     try:
         text = value if isinstance(value, str) else repr(redact(value))
     except Exception as error:  # noqa: BLE001 - a third-party __repr__ may raise anything
@@ -133,7 +133,7 @@ def _attribute_text(value: object) -> str:
 
 
 def _user() -> str:
-    """Return the user's name, for the run's attributes; empty without one."""
+    """Return the user's name, for the attributes of a starting run; empty without one."""
     try:
         return getpass.getuser()
     except (OSError, KeyError):  # the user id of a container may have no name
@@ -141,6 +141,7 @@ def _user() -> str:
 
 
 def _git_commit() -> str:
+    """Return git's current commit, for the attributes of a starting run; empty if unknown."""
     try:
         done = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False

@@ -61,7 +61,7 @@ class YieldedBatches:
         self._num_samples: int | None = 0
 
     def add(self, batch: LoadedBatch) -> None:
-        """Record a batch."""
+        """Record a batch that the loop received, for its position in the data."""
         self._batches.append(batch)
         if self._num_samples is not None and batch.num_samples is not None:
             self._num_samples += batch.num_samples
@@ -69,7 +69,7 @@ class YieldedBatches:
             self._num_samples = None
 
     def pop_batches(self) -> tuple[list[LoadedBatch], int | None]:
-        """Return the batches since the last call, and their number of samples if known."""
+        """Return the loop's batches since the last call, and their number of samples if known."""
         taken = list(self._batches), self._num_samples
         self._batches.clear()
         self._num_samples = 0
@@ -79,12 +79,8 @@ class YieldedBatches:
 class DataPosition:
     """The data loops of one monitor; a loop may run inside another one, such as a validation.
 
-    Args:
-        run: context of the run.
-        waited: called after each wait for data, with nanoseconds.
-        lag: readback lag in steps.
-        restored: checkpoint from which this process resumed.
-        schedules: LR schedulers to step at the end of each epoch; None if there are none.
+    ``waited`` is called after each wait for data, with nanoseconds. ``restored`` is the checkpoint
+    from which this process resumed; ``schedules`` are stepped at the end of each epoch.
     """
 
     def __init__(
@@ -126,11 +122,12 @@ class DataPosition:
             replicas.data_order = self._sampler_seed_and_epoch
 
     def _sampler_seed_and_epoch(self) -> tuple[int, int]:
+        """Return the sampler's seed and epoch in the loop's data; ``NO_ORDER`` if unknown."""
         return NO_ORDER if self._stream is None else self._stream.sampler_seed_and_epoch
 
     @property
     def position(self) -> BatchIndex | None:
-        """Batch that was yielded last."""
+        """Return the position of the batch that the loop received last."""
         return None if self._stream is None else self._stream.position
 
     @property
@@ -141,12 +138,12 @@ class DataPosition:
 
     @property
     def next_epoch(self) -> int | None:
-        """Epoch of the next batch; None before the first loop over data."""
+        """Return the epoch of the loop's next batch; None before the first loop over data."""
         return None if self._stream is None else self._stream.next_position.epoch
 
     @property
     def epochs(self) -> tuple[int | None, int]:
-        """Batches per epoch (None if unknown), and the number of epochs."""
+        """Return the loop's batches per epoch (None if unknown), and the number of epochs."""
         return (None, 1) if self._stream is None else self._stream.epochs
 
     def state(self) -> DataState | None:
@@ -219,14 +216,14 @@ class DataPosition:
     def _iterate_stream(
         self, stream: Batches, outer: tuple[Batches, YieldedBatches] | None
     ) -> Iterator[Any]:
+        """Yield a loop's batches, and step schedulers at epochs; then continue the outer loop."""
         try:
             schedules = self._schedules if outer is None else None
             yield from stream if schedules is None else schedules.iterate_epochs(stream)
         finally:
             if outer is not None and self._stream is stream:
-                self._stream, self._handed_out = (
-                    outer  # the inner loop has ended, for example a validation
-                )
+                # The inner loop has ended, for example a validation.
+                self._stream, self._handed_out = outer
                 self._outer = None
 
     # ----------------------------------------------------------------------------------- a step
@@ -306,7 +303,7 @@ class DataPosition:
     # ------------------------------------------------------------------------------- a rollback
 
     def window_of(self, decision: Decision | None) -> BatchWindow | None:
-        """Return the batches that a rollback skips; None if it skips none."""
+        """Return the batches of the loop that a rollback skips; None if it skips none."""
         if decision is None or decision.action != "rollback" or not decision.acted:
             return None
         stream = self._stream
@@ -365,11 +362,9 @@ class DataPosition:
         """Log at which batch the data continues, and whether exactly."""
         at = stream.next_position
         where = f"batch {at.batch} of epoch {at.epoch}"
-        text = (
-            f"data: continues at {where} (not exact: {reason})"
-            if reason
-            else f"data: continues exactly at {where}"
-        )
+        text = f"data: continues exactly at {where}"
+        if reason:
+            text = f"data: continues at {where} (not exact: {reason})"
         self._run.emitter.note("data", text, step=step, attempt=self._run.attempt)
 
     def close(self) -> None:
@@ -380,6 +375,7 @@ class DataPosition:
 
 
 def _validate_arguments(after_rollback: str, sample_ids: object, probe: object) -> None:
+    """Refuse invalid options of a loop over data: ``probe``, ``after_rollback``, ``sample_ids``."""
     if probe is not None and not callable(probe):
         raise UsageError(
             f"probe is {name_type(probe)}; it must be a function",
@@ -399,6 +395,7 @@ def _validate_arguments(after_rollback: str, sample_ids: object, probe: object) 
 
 
 def _check_loader(loader: object, epochs: int) -> None:
+    """Refuse a loader, or a number of epochs, that a loop over data cannot iterate."""
     if not isinstance(epochs, SupportsIndex):
         raise UsageError(
             f"epochs is {epochs!r}; it must be a whole number",
@@ -448,15 +445,7 @@ class _StepBatches:
 
 
 class DataLedger:
-    """Samples of the latest steps, by ``record_batches``; ``process_verdict`` reports bad ones.
-
-    Args:
-        emitter: reports bad steps.
-        writer: writes files to the run directory.
-        faults: counts failures.
-        rank: rank of this process.
-        lag: readback lag in steps.
-    """
+    """Samples of the latest steps, by ``record_batches``; ``process_verdict`` reports bad ones."""
 
     def __init__(
         self, emitter: Emitter, writer: DataWriter, faults: FaultCounter, *, rank: int, lag: int
@@ -476,14 +465,12 @@ class DataLedger:
         """First batch of the latest step that was not bad."""
 
     def record_batches(self, step: int, attempt: int, batches: Sequence[LoadedBatch]) -> None:
-        """Record the batches of a step; call before its update."""
+        """Record the batches that the loop used in a step; call before its update."""
         if not batches:
             return
         with self._faults.fail_open("data.ledger"):
             ids = [self._ids(batch) for batch in batches]
-            kept_batches = [
-                batch for batch in batches if self.keep_batches and batch.content is not None
-            ]
+            kept_batches = [b for b in batches if self.keep_batches and b.content is not None]
             light = [batch._replace(content=None, rng=None) for batch in batches]
             self._steps.pop(step, None)  # an entry of an attempt that was rolled back
             entry = self._steps[step] = _StepBatches(step, attempt, light, ids, kept_batches)
@@ -508,6 +495,7 @@ class DataLedger:
         return batch.indices
 
     def _enqueue_sample_ids(self, entry: _StepBatches) -> None:
+        """Queue the sample ids of the loop's step, if known, to be written."""
         if all(ids is None for ids in entry.ids):
             return
         first = entry.batches[0].position
@@ -523,12 +511,9 @@ class DataLedger:
         )
 
     def process_verdict(self, step: int, bad: bool, facts: dict[str, Any] | None = None) -> None:
-        """Report the samples of a bad step; release the batches in any case.
+        """Report the samples of the loop's bad step; release the batches in any case.
 
-        Args:
-            step: judged step.
-            bad: whether the step has findings or was skipped.
-            facts: contents of the capsule to write; None writes none.
+        A step is bad if it has findings or was skipped. Without ``facts``, no capsule is written.
         """
         if not self._steps:
             return
@@ -545,6 +530,7 @@ class DataLedger:
     def _report_batches(
         self, entry: _StepBatches, kept_batches: list[LoadedBatch], facts: dict[str, Any] | None
     ) -> None:
+        """Report the data of the loop's bad step, and queue its repro capsule if it gets one."""
         first, file = entry.batches[0].position, ""
         reported = [ids for ids in entry.ids if ids is not None]
         sample_ids = _as_many_as_fit(plain_id(i) for ids in reported for i in ids)
@@ -577,13 +563,13 @@ class DataLedger:
         self._emitter.event(event, step=entry.step, attempt=entry.attempt)
 
     def close(self) -> None:
-        """Wait up to 2 seconds for queued files, and close them."""
+        """Wait up to 2 seconds for queued files of the loop's data, and close them."""
         with self._faults.fail_open("data.ledger"):
             self._writer.close()
 
 
 def plain_id(value: Any) -> int | str:
-    """Return an id as a number or string; samplers may yield tensors or other types."""
+    """Return an id in the loop's data as number or string; samplers may yield tensors or others."""
     if isinstance(value, str):
         return value[:MAX_WORD]
     try:
@@ -605,7 +591,7 @@ def _list_sample_ids(ids: Any) -> list[Any]:
 
 
 def _as_many_as_fit(ids: Iterable[int | str]) -> tuple[int | str, ...]:
-    """Return the longest prefix of the sample ids that fits into one event."""
+    """Return the longest prefix of a loop step's sample ids that fits into one event."""
     fitting: list[int | str] = []
     room = MAX_ID_BYTES
     for sample_id in islice(ids, MAX_IDS):

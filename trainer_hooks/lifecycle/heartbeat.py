@@ -51,12 +51,7 @@ _MAX_TEXT = 120
 class HeartbeatThread:
     """Writes this rank's heartbeat until it is closed. Create it on the training thread.
 
-    Args:
-        directory: directory of the rank's journal.
-        clock: provides phase, announcement and step.
-        left_out: Vitals' own process group; background threads use it, so it is not published.
-        faults: counts errors; the first ones do not stop the thread.
-        on_hang: what the agent does about a hang that pages.
+    ``left_out`` is Vitals' own process group: background threads use it, so it is not published.
 
     Raises:
         OSError: the page cannot be created.
@@ -104,6 +99,7 @@ class HeartbeatThread:
             self._writer.close()
 
     def _run(self) -> None:
+        """Write the heartbeat at its interval until the thread is closed."""
         while True:
             with self._faults.fail_open("heartbeat"):
                 self._beat_once()
@@ -175,7 +171,7 @@ class HeartbeatThread:
 
 
 def _library_prefixes() -> tuple[str, ...]:
-    """Return path prefixes of code that is not the user's: Python, packages, Vitals."""
+    """Return path prefixes that a heartbeat skips as not the user's: Python, packages, Vitals."""
     paths = sysconfig.get_paths()
     folders = {paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"]}
     folders |= {*site.getsitepackages(), site.getusersitepackages()}
@@ -187,12 +183,12 @@ _FOREIGN = _library_prefixes()
 
 
 def _is_of_debugger(file: str) -> bool:
-    """Return whether a frame's file belongs to a Python debugger."""
+    """Return whether a frame's file, seen by the heartbeat, belongs to a Python debugger."""
     return file.endswith((f"{os.sep}bdb.py", f"{os.sep}pdb.py")) or "pydevd" in file
 
 
 def _short_path(file: str) -> str:
-    """Return the last two parts of the path; the rest depends on the machine."""
+    """Return the last two parts of a path for the heartbeat; the rest depends on the machine."""
     return str(Path(*Path(file).parts[-2:]))
 
 
@@ -210,7 +206,7 @@ class _StackSignal:
 
     @classmethod
     def write_to(cls, directory: Path) -> None:
-        """Write stacks next to this journal from now on."""
+        """Write the stacks of a stuck loop next to this journal from now on."""
         number = cls._number or free_signal()
         if not number or (cls._number and not cls.number()):
             return
@@ -223,7 +219,7 @@ class _StackSignal:
 
     @classmethod
     def number(cls) -> int:
-        """Return the signal; 0 if there is none, or if other code has taken it since."""
+        """Return the signal for a stuck loop's stacks; 0 if none, or if other code has taken it."""
         if cls._number and signal.getsignal(cls._number) is not signal.SIG_DFL:
             return 0
         return cls._number
@@ -233,7 +229,7 @@ _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 def free_signal() -> int:
-    """Return a real-time signal that is not handled, blocked or ignored; 0 if there is none."""
+    """Find a signal for a stuck loop: real-time, not handled, blocked or ignored; 0 if none."""
     last = getattr(signal, "SIGRTMAX", 0)
     taken = 0
     try:
@@ -262,11 +258,11 @@ class FlightRecorder:
         self._asked_at = -math.inf
 
     def forget(self) -> None:
-        """Reset: training has made progress."""
+        """Reset the heartbeat's flight recorder: training has made progress."""
         self.newest, self.started, self.why_not, self._asked_at = {}, {}, "", -math.inf
 
     def dump_collectives(self, directory: Path, sequences: dict[str, int]) -> None:
-        """Write the latest collectives to a file next to the journal; keep each group's latest."""
+        """Write latest collectives to a file next to the heartbeat; keep each group's latest."""
         now = time.monotonic()
         if now - self._asked_at < RECORDER_AFTER_SECONDS:
             return
@@ -280,7 +276,7 @@ class FlightRecorder:
         self.read(dump(True, False), directory, sequences)
 
     def read(self, dumped: bytes | str, directory: Path, sequences: dict[str, int]) -> None:
-        """Read a dump of the torch flight recorder: each group's latest collectives."""
+        """Read torch's flight recorder dump for a heartbeat: each group's latest collectives."""
         self.started = {}
         trace = msgspec.json.decode(dumped, type=_Trace, strict=False)
         last: dict[str, list[_RecorderEntry]] = {}
@@ -316,14 +312,14 @@ class _RecorderEntry(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The call in one line; equal on all ranks that made the same call."""
+        """Return the call in one line for the heartbeat; equal on all ranks that made this call."""
         name = self.profiling_name.partition(":")[2] or self.profiling_name
         sizes = ", ".join("x".join(map(str, size)) or "scalar" for size in self.input_sizes)
         return f"{name}({sizes})"[:_MAX_TEXT]  # 6 x 3 of them fit into the page
 
     @property
     def to_record(self) -> dict[str, Any]:
-        """The call in the format of the file."""
+        """Return the call in the format of the file next to the heartbeat."""
         return {
             "group": self.process_group[0],
             "number": self.collective_seq_id,
@@ -345,13 +341,13 @@ class _Trace(msgspec.Struct, frozen=True):
 
 
 def _recorder_of(backend: str) -> tuple[Callable[[bool, bool], bytes | str] | None, str]:
-    """Return the backend's function that dumps its recorder, or None, and its name."""
+    """Return a backend's function that dumps its recorder for heartbeats, or None; its name."""
     name = "_dump_nccl_trace_json" if "nccl" in backend else "_dump_fr_trace_json"
     return getattr(torch._C._distributed_c10d, name, None), name
 
 
 def _is_capturing() -> bool:
-    """Return whether a CUDA graph is being captured on the stream that torch uses by default.
+    """Return, for heartbeats, whether a CUDA graph captures the stream torch uses by default.
 
     A capture on another stream of the loop is not detected.
     """

@@ -52,6 +52,7 @@ class MonitorBase:
             device.sampler.start_step(first_step)
         self._closed = False
         self.left_open: tuple[EndState, str] = ("finished", "")
+        """State and reason recorded if it is never closed."""
         self.shutdown = Shutdown(run)
         self._heartbeat = self._begin_heartbeat(first_step)
         track_monitor(self)
@@ -85,27 +86,27 @@ class MonitorBase:
 
     @property
     def step_index(self) -> int:
-        """Index of the next update. Skipped updates count, and a rollback sets it back."""
+        """Return the index of the next update. Skipped ones count; a rollback sets it back."""
         return self._step
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """The guarded optimizers."""
+        """Return the guarded optimizers of the loop."""
         return self._device.optimizers
 
     @property
     def run_id(self) -> str:
-        """The run's ULID, equal on all ranks."""
+        """Return the ULID of the loop's run, equal on all ranks."""
         return self._run.run_dir.run_id
 
     @property
     def attempt(self) -> int:
-        """Id of the current attempt."""
+        """Return the id of the loop's current attempt."""
         return self._run.attempt
 
     @property
     def swallowed_errors(self) -> dict[str, int]:
-        """Number of internal errors of Vitals that did not reach the loop, by place."""
+        """Return the number of Vitals' internal errors that did not reach the loop, by place."""
         return dict(self._run.faults.counts)
 
     # ------------------------------------------------------------------- between the steps
@@ -234,13 +235,14 @@ class MonitorBase:
     def _to_plain_numbers(
         self, when: Tensor | float | None, value: Tensor | float | None
     ) -> tuple[Tensor | float | None, Tensor | float | None]:
+        """Return the loop's arguments of ``alert`` as plain numbers; None stays None."""
         plain = self._parts.plain
         return None if when is None else plain("when", when), (
             None if value is None else plain("value", value)
         )
 
     def _evaluated(self) -> Meta:
-        """Return a snapshot's metadata for ``evaluate``; refuse swapped averages."""
+        """Return a snapshot's metadata for the loop's ``evaluate``; refuse swapped averages."""
         averages = self._device.averages
         if averages is not None and averages.is_swapped:
             raise UsageError(
@@ -250,7 +252,7 @@ class MonitorBase:
         return self._meta()
 
     def _meta(self) -> Meta:
-        """Return the part of a snapshot other than tensors."""
+        """Return the part of a snapshot of the loop other than tensors."""
         return snapshot_meta(self._run, None)
 
     def expect(self, reason: str, *, steps: int = 200) -> None:
@@ -298,13 +300,14 @@ class MonitorBase:
         self._parts.add_flops(counter.get_total_flops())
 
     def _run_between_steps(self, step: int) -> None:
-        """Run operator requests between two steps; their time belongs to no step."""
+        """Run operator requests between two steps of the loop; their time belongs to no step."""
         was_paused = self._run.features[CommandsFeature].is_paused
         run_between_steps(self._run, step, self._device.norms.device)
         if was_paused:
             self._parts.clock.restart()
 
     def _add_loss(self, loss: Tensor | float, weight: Tensor | float | None) -> None:
+        """Add a micro-batch's loss to the loop's step; an internal error is only counted."""
         with self._run.faults.fail_open("micro"):
             self._parts.add_loss(loss, weight)
 
@@ -319,7 +322,7 @@ class MonitorBase:
         return loop_state(self._run, self._step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``: its step, its limits, its tokens.
+        """Resume the loop from ``state``: its step, its limits, its tokens.
 
         Call on all ranks, after loading the model and the optimizers and before the first step. The
         run continues as a new attempt from that step. An empty state changes nothing.
@@ -370,14 +373,16 @@ class MonitorBase:
             return
         self._closed = True
         run = self._run
-        run.features.stop_collectives()
+        for feature in run.features:
+            feature.stop_collectives()
         try:
             self._judge_unread_steps(patience_seconds=2.0)
         finally:
-            if self.shutdown.has_unreported_sigterm:
+            if self.shutdown.sigterm.is_received:
                 state, reason = "interrupted", f"SIGTERM; {reason}" if reason else "SIGTERM"
                 self.shutdown.save_alone()
-            run.features.close()
+            for feature in run.features:
+                feature.close()
             with run.faults.fail_open("close"):
                 if run.recovery is not None:
                     run.recovery.close()
@@ -411,7 +416,7 @@ class MonitorBase:
                 terminal.interrupted(self._newest_on_disk(recovery), recovery.settings.directory)
 
     def _newest_on_disk(self, recovery: RecoveryManager) -> int | None:
-        """Return the step a restart would continue from; uses no disk and no collective."""
+        """Return the step from which a restart would resume; uses no disk and no collective."""
         steps = [ref.step for ref in recovery.refs() if ref.where == "disk"]
         step, attempt = recovery.newest_saved
         # A save may have completed after the last step that reported it to all ranks.
@@ -420,7 +425,7 @@ class MonitorBase:
         return max(steps, default=None)
 
     def _judge_unread_steps(self, *, patience_seconds: float | None) -> None:
-        """Judge and record the steps whose numbers have not been read back yet."""
+        """Judge and record the loop's last steps, whose numbers have not been read back yet."""
         run, readback = self._run, self._device.readback
         while run.halted is None:
             remaining = readback.pop(patience_seconds=patience_seconds)
@@ -430,7 +435,7 @@ class MonitorBase:
 
     def _release(self) -> None:
         """Remove the hooks of the guarded loop, and restore its optimizers."""
-        self._parts.close()
+        self._parts.micro.close()
         self._device.release()
 
     def __enter__(self) -> Self:

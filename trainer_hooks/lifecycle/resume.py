@@ -34,7 +34,7 @@ class LoopState:
 
 
 def loop_state(run: RunContext, step: int) -> dict[str, Any]:
-    """Return the state of the loop as JSON types."""
+    """Return the state of the loop as JSON types, so that it can resume."""
     return {
         _KEY: VERSION,
         "run_id": run.run_dir.run_id,
@@ -48,7 +48,7 @@ def loop_state(run: RunContext, step: int) -> dict[str, Any]:
 
 
 def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState | None:
-    """Validate the state; return None if it is empty, as for a run without Vitals.
+    """Validate a resumed loop's state; return None if it is empty, as for a run without Vitals.
 
     Raises:
         FormatError: it is not a state of a loop, or this version of Vitals is too old for it.
@@ -89,7 +89,7 @@ def read_loop_state(state: Mapping[str, Any], config: JudgeConfig) -> LoopState 
 
 
 def _check_judge_state(judge: Judge, state: dict[str, Any]) -> None:
-    """Judge one step with the state, so that a damaged one fails here and not in the loop."""
+    """Judge a step with a resumed state, so that a damaged one fails here and not in the loop."""
     judge.rolled_back(detector_state=state, attempt=1, step=0)
     judge.limits()
     record = StepRecord(step=0, attempt=1, loss=1.0, loss_max=1.0, grad_norm=1.0)

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
 from trainer_hooks.features.sigterm import SigtermFeature
@@ -24,28 +24,13 @@ from trainer_hooks.lifecycle.sigterm_watchdog import SigtermWatchdog
 from trainer_hooks.step.context import RunContext
 from trainvitals.records import RunEnded
 
+if TYPE_CHECKING:
+    from trainer_hooks.lifecycle.loop import MonitorBase
+
 _LOG = logging.getLogger("trainvitals")
 
 EndState = Literal["finished", "interrupted", "failed"]
 Handler = Callable[[int, FrameType | None], Any] | int | None
-
-
-class OpenMonitor(Protocol):
-    """A monitor that is not closed yet."""
-
-    shutdown: Shutdown
-    left_open: tuple[EndState, str]
-    """State and reason recorded if it is never closed."""
-
-    @property
-    def optimizers(self) -> tuple[Any, ...]:
-        """Guarded optimizers."""
-
-    def end(self, state: EndState, reason: str) -> None:
-        """Close the monitor with this end state."""
-
-    def end_by(self, error: BaseException) -> None:
-        """Close the monitor with the end state that the error implies."""
 
 
 class Shutdown:
@@ -53,7 +38,8 @@ class Shutdown:
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
-        self._sigterm = run.features[SigtermFeature]
+        self.sigterm = run.features[SigtermFeature]
+        """Knows of a SIGTERM on this rank until a step has reported it to the others."""
         self._pid = os.getpid()
         self._said = self.interrupted = False
         recovery = run.recovery
@@ -66,7 +52,7 @@ class Shutdown:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process opened the journal; False in a forked child."""
+        """Return whether this process opened the loop's journal; False in a forked child."""
         return os.getpid() == self._pid
 
     @property
@@ -79,15 +65,6 @@ class Shutdown:
         """Whether SIGTERM makes this rank save a checkpoint."""
         return self._grace is not None
 
-    def on_sigterm(self) -> None:
-        """Report SIGTERM to all ranks with the next step."""
-        self._sigterm.is_received = True
-
-    @property
-    def has_unreported_sigterm(self) -> bool:
-        """Whether this rank received SIGTERM, and no further step reported it to the others."""
-        return self._sigterm.is_received
-
     def cancel_lone_save(self) -> None:
         """Cancel the separate save: all ranks have received SIGTERM, or the loop has ended."""
         if self._grace is not None:
@@ -99,7 +76,7 @@ class Shutdown:
         Called on the watchdog thread. A loop with its own handler is not ended: it may be saving
         too.
         """
-        ours = self._sigterm.is_received or signal.getsignal(signal.SIGTERM) is _on_sigterm
+        ours = self.sigterm.is_received or signal.getsignal(signal.SIGTERM) is _on_sigterm
         ends = ours and not exits_by_itself()
         try:
             self.save_alone()
@@ -142,19 +119,19 @@ class Shutdown:
 EXIT_CODE = 128 + signal.SIGTERM
 """Exit code after SIGTERM: not 0, which a scheduler would treat as finished."""
 
-open_monitors: WeakSet[OpenMonitor] = WeakSet()
+open_monitors: WeakSet[MonitorBase] = WeakSet()
 """Monitors that are not closed yet."""
 _previous: Handler = None
 
 
-def track_monitor(monitor: OpenMonitor) -> None:
-    """Track this monitor until it is closed."""
+def track_monitor(monitor: MonitorBase) -> None:
+    """Track this monitor until it is closed, so that a shutdown of the process ends it."""
     open_monitors.add(monitor)
     if monitor.shutdown.is_rank0 or monitor.shutdown.saves:
         _install_sigterm_handler()
 
 
-def untrack_monitor(monitor: OpenMonitor) -> None:
+def untrack_monitor(monitor: MonitorBase) -> None:
     """Stop tracking this monitor; restore the SIGTERM handler if it was the last one.
 
     If a SIGTERM arrived too late for a step to handle it, end the process now.
@@ -165,13 +142,13 @@ def untrack_monitor(monitor: OpenMonitor) -> None:
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and not open_monitors and signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, _previous)
-        if _previous == signal.SIG_DFL and monitor.shutdown.has_unreported_sigterm:
+        if _previous == signal.SIG_DFL and monitor.shutdown.sigterm.is_received:
             os.kill(os.getpid(), signal.SIGTERM)
         _previous = None
 
 
 def is_interactive() -> bool:
-    """Return whether Python runs interactively, in a REPL or a notebook."""
+    """Return whether Python runs the loop interactively, in a REPL or a notebook."""
     return hasattr(sys, "ps1")
 
 
@@ -234,7 +211,7 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     default = _previous in (None, signal.SIG_DFL)
     saving = [monitor for monitor in ours if monitor.shutdown.saves]
     for monitor in saving:
-        monitor.shutdown.on_sigterm()
+        monitor.shutdown.sigterm.is_received = True
     dying = default and not saving
     if dying:
         signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the shutdown

@@ -40,7 +40,7 @@ class SigtermWatchdog:
         threading.Thread(target=self._watch, name="vitals-grace", daemon=True).start()
 
     def _watch(self) -> None:
-        """Act after SIGTERM's grace period, unless the main thread handled it."""
+        """Act on shutdown after SIGTERM's grace period, unless the main thread handled it."""
         while (number := os.read(self._reader, 1)) not in (b"", _CLOSED):
             if number[0] == signal.SIGTERM and not self._met.wait(self._seconds):
                 self._act()
@@ -48,11 +48,11 @@ class SigtermWatchdog:
         os.close(self._reader)
 
     def cancel(self) -> None:
-        """Cancel: the main thread handles the signal."""
+        """Cancel the action at shutdown: the main thread handles the signal."""
         self._met.set()
 
     def close(self) -> None:
-        """Restore the wakeup descriptor; call on the main thread."""
+        """Restore the wakeup descriptor at the loop's shutdown; call on the main thread."""
         self.cancel()
         if self.available and os.getpid() == self._pid:
             self.available = False
@@ -72,7 +72,7 @@ _open: WeakSet[SigtermWatchdog] = WeakSet()
 
 
 def _disable_in_child() -> None:
-    """Disable in a forked worker: its SIGTERM must not act for the parent."""
+    """Disable a shutdown's watchdog in a forked worker: its SIGTERM must not act for the parent."""
     if _open:
         signal.set_wakeup_fd(-1)
 

@@ -35,7 +35,7 @@ class Activation(NamedTuple):
 
 
 def choose_modules(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
-    """Return the modules that match the patterns.
+    """Return the modules that match the patterns, to measure their activations.
 
     Raises:
         UsageError: a pattern matches no module.
@@ -79,18 +79,18 @@ class Activations:
 
     @property
     def size(self) -> int:
-        """Number of values that are read back."""
+        """Return the number of measured values that are read back."""
         return self._figures.numel()
 
     def reset(self, *, sampled: bool) -> None:
-        """Start a step, and discard the values of the last one."""
+        """Start a step's measurement, and discard the values of the last one."""
         if self._seen:
             self._figures.fill_(_NOT_MEASURED)
             self._seen.clear()
         self._sampled = sampled
 
     def numbers(self) -> Tensor:
-        """Return the values on the device, 1-dim."""
+        """Return the measured values on the device, 1-dim."""
         return self._figures.view(-1)
 
     def nonfinite(self) -> Tensor:
@@ -105,7 +105,7 @@ class Activations:
         return {name: Activation(*row) for name, row in named_rows if row[0] != _NOT_MEASURED}
 
     def release(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks that measure module outputs."""
         for handle in self._handles:
             handle.remove()
 
@@ -123,7 +123,7 @@ class Activations:
 
 
 def _tensor_in(output: Any) -> Tensor | None:
-    """Return this rank's part of the first floating-point tensor in a module's output.
+    """Return this rank's part of the first float tensor in a module's output, to measure it.
 
     None for a partial sum (DTensor): completing it would need a collective.
     """
@@ -140,7 +140,7 @@ def _tensor_in(output: Any) -> Tensor | None:
 
 
 def _activation_figures(output: Tensor) -> Tensor:
-    """Return rms, largest magnitude and fraction of dead features, without copying the output."""
+    """Measure rms, largest magnitude and fraction of dead features, without copying the output."""
     wide = torch.float64 if output.dtype == torch.float64 else torch.float32
     norm = torch.linalg.vector_norm(output, dtype=wide)
     feature = 1 if output.dim() in _IMAGE_DIMS else output.dim() - 1

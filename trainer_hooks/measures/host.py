@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from trainer_hooks.measures.sections import SectionTimeline, SectionTimer
 from trainer_hooks.tensors.events import record_event
 from trainer_hooks.tensors.gradients import local_tensor
-from trainer_hooks.tensors.optimizer_state import is_dense
+from trainer_hooks.tensors.optimizer_state import is_dense, params_of
 from trainvitals.clock import Clock
 from trainvitals.flops import mfu_ratio, peak_flops, transformer_flops_per_token
 from trainvitals.records import Phase
@@ -34,16 +34,8 @@ class HostMeasurements(msgspec.Struct):
     attempt: int
     time_unix_ns: int
     monotonic_ns: int
-    duration_seconds: float | None
-    data_wait_seconds: float | None
-    forward_backward_seconds: float | None
-    checkpoint_seconds: float | None
-    evaluation_seconds: float | None
-    optimizer_seconds: float
-    monitor_seconds: float | None
+    times: StepTimes
     exchange: Elapsed | None
-    timeline: SectionTimeline | None
-    """Times of forward and backward; None if they cannot be located in this model."""
     learning_rates: list[float | None]
     weight_decay: float | None
     """Largest value of all groups; on rank 0."""
@@ -61,10 +53,7 @@ class HostMeasurements(msgspec.Struct):
     """Samples in this rank's batches."""
     flops: float | None
     """FLOPs counted on this rank, in a step with ``count_flops``."""
-    memory_allocated_bytes: float | None
-    memory_peak_bytes: float | None
-    memory_alloc_retries: int | None
-    memory_ooms: int | None
+    memory: DeviceMemory
     memory_estimate_bytes: int | None
     epoch: int | None
     batch_index: int | None
@@ -85,9 +74,9 @@ class HostMeasurements(msgspec.Struct):
     @property
     def samples_per_second(self) -> float | None:
         """Samples per second of this rank in the step."""
-        if self.samples is None or not self.duration_seconds:
+        if self.samples is None or not self.times.duration:
             return None
-        return self.samples / self.duration_seconds
+        return self.samples / self.times.duration
 
     def communication_seconds(self) -> float | None:
         """Return the time of the all-reduce; call once the step's numbers are on the host."""
@@ -102,16 +91,16 @@ class HostMeasurements(msgspec.Struct):
 
         On CUDA the optimizer time is measured on the device, like the other sections.
         """
-        if self.timeline is None:
+        timeline = self.times.timeline
+        if timeline is None:
             return {}
-        parts = self.timeline.seconds().items()
-        columns = {f"{section}_seconds": seconds for section, seconds in parts}
+        columns = {f"{section}_seconds": value for section, value in timeline.seconds().items()}
         if isinstance(self.exchange, tuple):
-            of_device = self.timeline.since(self.exchange[1])
+            of_device = timeline.since(self.exchange[1])
             if of_device is not None:
                 columns["optimizer_seconds"] = of_device
-        if self.timeline.run_queue_seconds is not None:
-            columns["run_queue_seconds"] = self.timeline.run_queue_seconds
+        if timeline.run_queue_seconds is not None:
+            columns["run_queue_seconds"] = timeline.run_queue_seconds
         return columns
 
 
@@ -125,6 +114,7 @@ class StepTimes(NamedTuple):
     optimizer: float
     monitor: float
     timeline: SectionTimeline | None
+    """Times of forward and backward; None if they cannot be located in this model."""
     evaluation: float | None = None
     """Part of ``forward_backward`` that was announced as evaluation; not a separate summand."""
 
@@ -264,7 +254,7 @@ class StepClock:
         return times
 
     def restart(self) -> None:
-        """Discard the end of the last step: what follows is not an ordinary step."""
+        """Discard the end of the last measured step: what follows is not an ordinary step."""
         self._last_end = None
         if self.sections is not None:
             self.sections.forget()
@@ -318,7 +308,7 @@ class Utilization:
             self._per_step = of_all_ranks
 
     def ratio(self, tokens: int | None, seconds: float | None) -> float | None:
-        """Return the utilization of a step, 0 to 1, or None if unknown."""
+        """Return the measured utilization of a step, 0 to 1, or None if unknown."""
         flops = self._per_step if self._per_step is not None else self._flops_of(tokens)
         if flops is None or not seconds:
             return None
@@ -327,17 +317,18 @@ class Utilization:
         )
 
     def _flops_of(self, tokens: int | None) -> float | None:
+        """Return a step's FLOPs from its tokens, to measure utilization; None if unknown."""
         return None if tokens is None else self._per_token * tokens
 
 
 def learning_rates(optimizers: Sequence[Optimizer]) -> list[float | None]:
-    """Return the learning rate of each group; None for a CUDA tensor: reading it would wait."""
+    """Measure the learning rate of each group; None for a CUDA tensor: reading it would wait."""
     rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     return [lr if type(lr) is float else _plain_rate(lr) for lr in rates]
 
 
 def _plain_rate(rate: Any) -> float | None:
-    """Return a learning rate as a number; None for a CUDA tensor."""
+    """Return a measured learning rate as a number; None for a CUDA tensor."""
     return None if isinstance(rate, Tensor) and rate.is_cuda else float(rate)
 
 
@@ -345,7 +336,7 @@ _NUMBERS = (int, float)  # not int | float: a union is built at every use
 
 
 def weight_decay(optimizers: Sequence[Optimizer]) -> float | None:
-    """Return the largest weight decay of all groups; None if none is a number."""
+    """Measure the largest weight decay of all groups; None if none is a number."""
     decays = [group.get("weight_decay") for o in optimizers for group in o.param_groups]
     numbers = [float(decay) for decay in decays if isinstance(decay, _NUMBERS)]
     return max(numbers) if numbers else None
@@ -364,7 +355,7 @@ NO_MEMORY = DeviceMemory()
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Return the allocator's values from one call; separate functions cost as much each."""
+    """Measure the allocator's values in one call; separate functions cost as much each."""
     if device.type != "cuda":
         return NO_MEMORY
     stats = torch.cuda.memory_stats_as_nested_dict(device)
@@ -395,14 +386,14 @@ class SettingChange(NamedTuple):
 
     @property
     def is_told(self) -> bool:
-        """Whether to report this change: only the 1st, 2nd, 4th, 8th... one.
+        """Return whether to report this measured change: only the 1st, 2nd, 4th, 8th... one.
 
         A schedule may change a setting at every step.
         """
         return self.times & (self.times - 1) == 0
 
     def numbers(self) -> dict[str, float]:
-        """Return the new value as scalars by name, without values that are not numbers."""
+        """Return a measured setting's new value as scalars by name, without non-numbers."""
         name = f"group{self.group}/{self.key}"
         if isinstance(self.after, tuple | list):
             parts = {f"{name}.{i}": value for i, value in enumerate(self.after)}
@@ -420,7 +411,7 @@ class GroupSettings:
         self._counts: Counter[tuple[int, str]] = Counter()
 
     def take_changes(self) -> list[SettingChange]:
-        """Return changes of parameter groups' settings since the last call."""
+        """Return measured changes of parameter groups' settings since the last call."""
         changes = []
         for index, (group, seen) in enumerate(zip(self._groups, self._seen, strict=True)):
             for key, before in seen.items():
@@ -434,11 +425,12 @@ class GroupSettings:
 
 
 def _param_group_settings(group: dict[str, Any]) -> dict[str, object]:
+    """Return the settings of a parameter group whose changes are measured."""
     return {k: v for k, v in group.items() if k not in _NOT_SETTINGS and _is_plain(v)}
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a parameter group's setting is a plain value."""
+    """Return whether a parameter group's setting is plain, so that its change is measured."""
     if isinstance(value, tuple | list):
         return all(_is_plain(part) for part in value)
     return value is None or isinstance(value, int | float | str)
@@ -465,15 +457,15 @@ class MemoryEstimate:
         self._bytes = self._estimate()
 
     def count_step(self) -> int:
-        """Count a step, and return the estimated bytes."""
+        """Count a step, and return the estimate of this rank's measured memory, in bytes."""
         self._calls += 1
         if self._calls & (self._calls - 1) == 0:
             self._bytes = self._estimate()
         return self._bytes
 
     def _estimate(self) -> int:
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        trained = [param for group in groups for param in group["params"]]
+        """Estimate the bytes of parameters, gradients, optimizer states and buffers."""
+        trained = params_of(self._optimizers)
         states = [state for o in self._optimizers for state in o.state.values()]
         tensors = [
             *trained,
@@ -485,7 +477,7 @@ class MemoryEstimate:
         return sum(dict(self._sizes(tensors)).values()) + gradients
 
     def _sizes(self, tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
-        """Yield address and bytes of tensors on the device."""
+        """Yield data pointer and bytes of each tensor on the measured device."""
         for tensor in tensors:
             local = local_tensor(tensor)
             if local.device == self._device and is_dense(local) and local.numel():
@@ -493,7 +485,7 @@ class MemoryEstimate:
 
 
 def _state_tensors(state: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an optimizer's nested state."""
+    """Yield the tensors of an optimizer's nested state, to measure their memory."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, dict | list | tuple):

@@ -96,7 +96,7 @@ class Sums(NamedTuple):
 
 
 def bucket_sums(buffer: Tensor) -> Sums:
-    """Return the sums of a bucket without waiting; copies at most ``_PIECE`` elements at once."""
+    """Measure a bucket's sums without waiting; copies at most ``_PIECE`` elements at once."""
     flat = buffer.detach().reshape(-1)
     checksum, energy = flat.new_zeros(2, dtype=torch.float64).unbind()
     info = torch.finfo(flat.dtype)
@@ -118,13 +118,13 @@ _GOLDEN, _SILVER = (math.sqrt(5) - 1) / 2, math.sqrt(2) - 1
 
 
 def _checksum_weights(first: int, num: int, step: float, device: torch.device) -> Tensor:
-    """Return numbers from 1 to 2 that differ from their neighbors (float64)."""
+    """Return weights of a measured checksum: 1 to 2, unlike their neighbors (float64)."""
     places = torch.arange(first, first + num, dtype=torch.float64, device=device)
     return 1.0 + (places * step) % 1.0
 
 
 def rounding_of(roundings: float, *, num_ranks: int) -> float:
-    """Return an upper estimate of the checksum's standard error from rounding.
+    """Return an upper estimate of a measured checksum's standard error from rounding.
 
     Each of n numbers is rounded when divided and when added, by half a unit in the last place of
     the partial sum. That sum is at most the sum of magnitudes, which Cauchy's inequality bounds by
@@ -156,7 +156,7 @@ class LocalGradientMeter:
     def register_on_model(
         cls, model: nn.Module, norms: GradNorms, faults: FaultCounter, setting: str
     ) -> "LocalGradientMeter":
-        """Register the communication hook on the model.
+        """Register the communication hook that measures local gradients on the model.
 
         Raises:
             UsageError: the model is not wrapped in DDP, already has a hook, or trains other
@@ -186,6 +186,7 @@ class LocalGradientMeter:
     def _register_comm_hook(
         cls, ddp: DistributedDataParallel, gradients: "LocalGradientMeter", setting: str
     ) -> "LocalGradientMeter":
+        """Register DDP's hook for measuring local gradients once; refuse another's hook."""
         for hook, state in ddp._comm_hooks:
             if hook is vitals_noise_hook:  # a hook of an earlier monitor: it cannot be removed
                 owner: LocalGradientMeter = state.owner  # type: ignore[attr-defined]
@@ -203,11 +204,9 @@ class LocalGradientMeter:
         return gradients
 
     def start_step(self, *, square: bool, turn: int | None = None) -> None:
-        """Start a step.
+        """Start the measurement of a step.
 
-        Args:
-            square: whether to measure local gradients.
-            turn: number of the check; it selects the bucket to check in rotation. None checks none.
+        ``turn`` is the number of the check, and selects the bucket in rotation.
         """
         if self._passes:
             self._square.zero_()
@@ -216,6 +215,7 @@ class LocalGradientMeter:
         self._measures_square, self._turn = square, turn
 
     def _is_due(self, bucket: GradBucket) -> bool:
+        """Return whether the bucket is the one that this step measures."""
         return self._turn is not None and bucket.index() == self._turn % self._num_buckets
 
     def measure_bucket(self, bucket: GradBucket) -> None:
@@ -255,7 +255,7 @@ class LocalGradientMeter:
         return self._square if loss_scale is None else self._square / loss_scale.double() ** 2
 
     def checked(self) -> tuple[Sums, Tensor] | None:
-        """Return this rank's sums of a bucket, and the checksum of the reduced bucket."""
+        """Return the measured sums of this rank's bucket, and the reduced bucket's checksum."""
         if self._passes != 1 or self._put_in is None or self._came_out is None:
             return None
         return self._put_in, self._came_out

@@ -72,10 +72,11 @@ class WeightUpdateNorms:
         return moved
 
     def forget(self) -> None:
-        """Discard the copy: the parameters were restored since."""
+        """Discard the copy to measure against: the parameters were restored since."""
         self._is_kept, self._moved = False, None
 
     def _share_of(self, tensors: list[Tensor]) -> Tensor:
+        """Return this rank's share of the measured squared norms of the tensors."""
         return self._squares.of(tensors, self._norms.device) * self._norms.share
 
 
@@ -92,16 +93,16 @@ class OutsideWrites:
         self._after: tuple[Tensor, Tensor] | None = None
 
     def keep(self) -> None:
-        """Compute the sums with which the next step is compared; call after the update."""
+        """Measure the sums with which the next step is compared; call after the update."""
         self._after = None
         self._after = self._weight_and_moment_sums()
 
     def forget(self) -> None:
-        """Discard the sums: the parameters were restored since."""
+        """Discard the measured sums: the parameters were restored since."""
         self._after = None
 
     def changes(self) -> tuple[Tensor, Tensor] | None:
-        """Return relative changes of parameters and their states, 0 to 1; None if unknown."""
+        """Measure relative changes of parameters and their states, 0 to 1; None if unknown."""
         after, self._after = self._after, None
         if after is None:
             return None
@@ -110,7 +111,7 @@ class OutsideWrites:
 
     @torch.no_grad()
     def _weight_and_moment_sums(self) -> tuple[Tensor, Tensor]:
-        """Return sums of squares of weights and of optimizer state, by parameter."""
+        """Measure sums of squares of weights and of optimizer state, by parameter."""
         norms = self._norms
         weights = self._weights.of(norms.local_parameters(), norms.device)
         owners: list[int] = []
@@ -133,7 +134,7 @@ class OutsideWrites:
 
 
 def _relative_change(before: Tensor, now: Tensor) -> Tensor:
-    """Return the relative difference of two squares, 0 to 1; 1 if one became NaN or Inf."""
+    """Return a measured relative difference of squares, 0 to 1; 1 if one became NaN or Inf."""
     largest = torch.maximum(before, now)
     changed = (now - before).abs() / torch.where(largest > 0, largest, 1.0)
     turned = torch.isfinite(before) != torch.isfinite(now)
@@ -171,7 +172,7 @@ class SampledSignals(NamedTuple):
 
     @property
     def by_layer(self) -> bool:
-        """Whether there are values per layer to write."""
+        """Return whether there are measured values per layer to write."""
         measured = (self.weight_squares, self.weight_writes)
         return any(squares is not None for squares in measured) or bool(self.activations)
 
@@ -208,37 +209,27 @@ class SignalSampler:
                 model, norms, faults, setting
             )
         self._came_out = torch.zeros(1, dtype=torch.float64, device=norms.device)
+        # Indices behind the parts of the sampler's numbers in the reduce vector.
+        norms_per_param = 0 if self._updates is None else 1 + settings.update_norm
+        self._end_of_squares = _HEAD + self._num_params * norms_per_param
+        num_writes = 0 if self._writes is None else 2 * self._num_params
+        self._end_of_writes = self._end_of_squares + num_writes
+        self._end_of_activations = self._end_of_writes + len(modules)
         self._activations = None  # registers hooks, so it comes last: nothing after it may raise
         if modules:
             self._activations = Activations(modules, norms.device, faults)
 
     @property
     def pack_size(self) -> int:
-        """Number of values in the reduce vector."""
+        """Return the number of this sampler's values in the reduce vector."""
         sums = (self._updates, self._own_gradients, self._writes, self._activations)
         if all(part is None for part in sums):
             return 0
         return self._end_of_activations + (3 if self.settings.reduction else 0)
 
     @property
-    def _end_of_activations(self) -> int:
-        """Index behind the activations in the sampler's part of the reduce vector."""
-        return self._end_of_writes + len(self.measured_modules)
-
-    @property
-    def _end_of_squares(self) -> int:
-        """Index behind the squared norms in the sampler's part of the reduce vector."""
-        per_parameter = 0 if self._updates is None else 1 + self.settings.update_norm
-        return _HEAD + self._num_params * per_parameter
-
-    @property
-    def _end_of_writes(self) -> int:
-        """Index behind the outside writes in the sampler's part of the reduce vector."""
-        return self._end_of_squares + (0 if self._writes is None else 2 * self._num_params)
-
-    @property
     def own_size(self) -> int:
-        """Number of local values that are read back behind the others."""
+        """Return the number of local measurements that are read back behind the others."""
         of_activations = 0 if self._activations is None else self._activations.size
         return of_activations + self.settings.noise_scale + self.settings.reduction
 
@@ -250,7 +241,7 @@ class SignalSampler:
     # ------------------------------------------------------------------------------ in a step
 
     def start_step(self, step: int) -> None:
-        """Prepare a step; call at the start, and at the end of each step for the next one."""
+        """Prepare a sampled step; call at the start, and at the end of each step for the next."""
         sampled = self.settings.due(step)
         with self._faults.fail_open("signals"):
             if self._own_gradients is not None:
@@ -304,7 +295,7 @@ class SignalSampler:
                 self._writes.keep()
 
     def own_numbers(self) -> tuple[Tensor, ...]:
-        """Return the local values that are read back."""
+        """Return this rank's local measurements that are read back."""
         numbers = [] if self._activations is None else [self._activations.numbers()]
         numbers += [self._own_square] if self.settings.noise_scale else []
         numbers += [self._came_out] if self.settings.reduction else []

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.tensors.events import record_event
-from trainer_hooks.tensors.gradients import NamedModels
+from trainer_hooks.tensors.gradients import NamedModels, fsdp2_groups
 
 Section = Literal["before_forward", "forward", "backward", "gradient_wait", "after_backward"]
 SECTIONS: tuple[Section, ...] = (
@@ -82,6 +82,7 @@ class SectionTimeline:
 
 
 def _seconds_between(begin: Instant, end: Instant) -> float:
+    """Return the seconds between two instants that bound a section of a step."""
     if isinstance(begin, int):
         return float(end - begin) / 1e9
     milliseconds: float = begin.elapsed_time(end)
@@ -89,16 +90,14 @@ def _seconds_between(begin: Instant, end: Instant) -> float:
 
 
 def _host_now() -> Instant:
+    """Return the current instant, which bounds a section, on the host's monotonic clock."""
     return time.monotonic_ns()
 
 
 class SectionTimer:
     """Records the ends of a step's sections with hooks of the model. Training thread only.
 
-    Args:
-        wrappers: DDP modules or FSDP2 roots that the loop calls.
-        device: device of the gradients.
-        faults: counts errors.
+    ``wrappers`` are DDP modules or FSDP2 roots that the loop calls.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class SectionTimer:
         self._has_begun = False
         self._was_backward = False
         self._section: Section = "before_forward"
-        self._reset_marks()
+        self.forget()
         self._queue = _RunQueue()
         self._handles: list[Any] = []
         self._timed: list[tuple[Any, str]] = []
@@ -128,7 +127,7 @@ class SectionTimer:
                         self._timed.append((group, name))
 
     def release(self) -> None:
-        """Remove all hooks and replaced methods."""
+        """Remove all hooks and replaced methods that measure the sections."""
         for handle in self._handles:
             handle.remove()
         for group, name in self._timed:
@@ -136,11 +135,9 @@ class SectionTimer:
         self._handles, self._timed = [], []
         self._queue.close()
 
-    # ------------------------------------------------------------------------ by the step's clock
-
     def start_step(self, now_ns: int) -> None:
         """Record that a step ended at ``now_ns`` of the step clock, and start the next one."""
-        self._reset_marks()
+        self.forget()
         with self._faults.fail_open("sections"):
             self._begin = self._now() if self._is_cuda else now_ns
             self._has_begun = True
@@ -168,18 +165,13 @@ class SectionTimer:
         return SectionTimeline(self._begin, self._marks, self._waits, self._asides, end, queued)
 
     def forget(self) -> None:
-        """Discard the current step: it is not an ordinary one."""
-        self._reset_marks()
-
-    def _reset_marks(self) -> None:
+        """Discard the marks of the current step."""
         self._begin = 0
         self._has_begun = self._was_backward = self._is_in_backward = False
         self._section = "before_forward"
         self._marks: list[tuple[Section, Instant]] = []
         self._waits: list[tuple[Section, Instant, Instant]] = []
         self._asides: Counter[str] = Counter()
-
-    # ------------------------------------------------------------------------------- by the hooks
 
     def _end_section(self, following: Section) -> None:
         """Record the end of the current section."""
@@ -189,6 +181,7 @@ class SectionTimer:
         self._section = following
 
     def _mark_forward_start(self, *_: Any) -> None:
+        """End the section before the forward, unless it runs in a backward or without gradients."""
         if torch.is_grad_enabled() and not self._is_in_backward:
             self._end_section("forward")
 
@@ -210,11 +203,13 @@ class SectionTimer:
             self._end_section("backward")
 
     def _mark_backward_computed(self) -> None:
+        """End the section of the backward; the wait for gradients follows."""
         self._end_section("gradient_wait")
         with self._faults.fail_open("sections"):
             Variable._execution_engine.queue_callback(self._mark_gradients_received)
 
     def _mark_gradients_received(self) -> None:
+        """End the section of the wait for gradients: the backward is complete."""
         self._end_section("after_backward")
         self._was_backward, self._is_in_backward = True, False
 
@@ -242,7 +237,7 @@ class _RunQueue:
             self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
 
     def seconds(self) -> float | None:
-        """Return the seconds since the last call."""
+        """Return the seconds, since the last call, in which this thread waited for a core."""
         if self._file is None:
             return None
         # Time on a core, time waiting for one, number of runs
@@ -252,7 +247,7 @@ class _RunQueue:
         return (waited_ns - before) / 1e9
 
     def close(self) -> None:
-        """Close the kernel's file."""
+        """Close the kernel's file with this thread's measured waits for a core."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -275,7 +270,7 @@ class ModuleHook:
 
 
 def _differentiable_outputs(output: Any, depth: int = 4) -> Iterator[Tensor]:
-    """Yield the tensors of a model's output through which a backward may pass."""
+    """Yield the tensors in a model's output through which a backward, which is timed, may pass."""
     num_hooked = 0
     for tensor in _all_tensors(output, depth):
         if tensor.requires_grad:
@@ -286,7 +281,7 @@ def _differentiable_outputs(output: Any, depth: int = 4) -> Iterator[Tensor]:
 
 
 def _all_tensors(output: Any, depth: int) -> Iterator[Tensor]:
-    """Yield the tensors in a model's output, nested ones included."""
+    """Yield the tensors in a model's output, nested ones included, to time their backward."""
     if isinstance(output, Tensor):
         yield output
     elif depth:
@@ -299,9 +294,6 @@ def _all_tensors(output: Any, depth: int) -> Iterator[Tensor]:
             parts = (getattr(output, field.name) for field in dataclasses.fields(output))
         for part in parts:
             yield from _all_tensors(part, depth - 1)
-
-
-# ---------------------------------------------------------------------------- supported models
 
 
 def modules_to_hook(model: nn.Module) -> list[nn.Module]:
@@ -319,20 +311,16 @@ def modules_to_hook(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_fsdp2(module: nn.Module) -> bool:
+    """Return whether a module whose sections are timed is wrapped by FSDP2."""
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 def _parameter_groups(wrapper: nn.Module) -> Iterator[Any]:
-    """Yield FSDP2's parameter groups; each module's own, each once."""
+    """Yield FSDP2's parameter groups, to time waits; each module's own, each once."""
     seen: set[int] = set()
     for module in wrapper.modules():
         if _is_fsdp2(module):
-            state: Any = module._get_fsdp_state()  # type: ignore[operator]
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:  # before torch 2.12
-                only = getattr(state, "_fsdp_param_group", None)
-                groups = [] if only is None else [only]
-            for group in groups:
+            for group in fsdp2_groups(module._get_fsdp_state()):  # type: ignore[operator]
                 if id(group) not in seen:
                     seen.add(id(group))
                     yield group

@@ -57,11 +57,7 @@ class SignalSettings(Settings, frozen=True, kw_only=True):
     peak_flops: Annotated[float, Meta(gt=0.0, le=1e30)] | None = None
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: ``activations`` is a string, or another value is invalid.
-        """
+        """Refuse invalid values, and a string of ``activations``."""
         patterns: object = self.activations
         if isinstance(patterns, str):
             raise self.refusal(
@@ -71,7 +67,7 @@ class SignalSettings(Settings, frozen=True, kw_only=True):
 
     @property
     def measures(self) -> bool:
-        """Whether any of the signals is on."""
+        """Return whether any of the signals is measured."""
         norms = self.weight_norm or self.update_norm or self.outside_writes
         own_gradients = self.noise_scale or self.reduction
         return norms or own_gradients or bool(self.activations)

@@ -50,7 +50,7 @@ class OnHost(NamedTuple):
 
 
 def copy_to_host(value: Any, room: int) -> tuple[Any, int]:
-    """Copy a batch to the host without waiting; return the copy and its bytes.
+    """Copy a batch for the probe to the host without waiting; return the copy and its bytes.
 
     Containers and objects are copied recursively; an object that occurs twice is copied once. Plain
     values are shared.
@@ -71,12 +71,12 @@ def copy_to_host(value: Any, room: int) -> tuple[Any, int]:
 
 
 def copy_to_device(value: Any) -> Any:
-    """Return a copy of the batch on its original device; the caller may modify it."""
+    """Return a copy of the probe's batch on its original device; the caller may modify it."""
     return _map_leaves(value, _to_original_device, {})
 
 
 def same_content(left: Any, right: Any) -> bool:
-    """Return whether two copies hold the same tensors and arrays, bit for bit."""
+    """Return whether two batches of the probe hold the same tensors and arrays, bit for bit."""
     ours, theirs = _leaves(left), _leaves(right)
     if not ours and not theirs:
         return bool(left == right)
@@ -84,7 +84,7 @@ def same_content(left: Any, right: Any) -> bool:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """Return all tensors and arrays of a kept batch."""
+    """Return all tensors and arrays of a batch that was kept for the probe."""
     leaves: list[Any] = []
 
     def take(data: Any) -> Any:
@@ -96,7 +96,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _is_equal_data(left: Any, right: Any) -> bool:
-    """Return whether two tensors or arrays of kept batches are equal."""
+    """Return whether two tensors or arrays of the probe's kept batches are equal."""
     left, right = (d.tensor if isinstance(d, OnHost) else d for d in (left, right))
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return left.layout == right.layout == torch.strided and torch.equal(left, right)
@@ -104,13 +104,14 @@ def _is_equal_data(left: Any, right: Any) -> bool:
 
 
 def _num_bytes(data: Any) -> int:
-    """Return the bytes of a tensor or array of a batch to keep."""
+    """Return the bytes of a tensor or array of a batch to keep for the probe."""
     if isinstance(data, Tensor):
         return data.numel() * data.element_size()
     return int(data.nbytes)
 
 
 def _copy_leaf_to_host(data: Any) -> Any:
+    """Copy one tensor or array of the probe's batch to the host, without waiting for CUDA."""
     if not isinstance(data, Tensor):
         return data.copy()
     if data.device.type == "cpu":
@@ -122,7 +123,7 @@ def _copy_leaf_to_host(data: Any) -> Any:
 
 
 def _to_original_device(data: Any) -> Any:
-    """Copy a tensor or array of a kept batch back to its original device."""
+    """Copy a tensor or array of the probe's kept batch back to its original device."""
     if isinstance(data, OnHost):
         # Both copies are ordered on the device's stream, so this one starts after the first has
         # ended.
@@ -131,7 +132,7 @@ def _to_original_device(data: Any) -> Any:
 
 
 def _map_leaves(value: Any, leaf: Callable[[Any], Any], memo: dict[int, tuple[Any, Any]]) -> Any:
-    """Return the value with each tensor and array replaced by the result of ``leaf``."""
+    """Return a probe's batch with each tensor and array replaced by the result of ``leaf``."""
     if isinstance(value, _AS_THEY_ARE):
         return value
     if id(value) in memo:
@@ -144,7 +145,7 @@ def _map_leaves(value: Any, leaf: Callable[[Any], Any], memo: dict[int, tuple[An
 def _copy_container(
     value: Any, leaf: Callable[[Any], Any], memo: dict[int, tuple[Any, Any]]
 ) -> Any:
-    """Return a container of a batch with its tensors and arrays replaced."""
+    """Return a container of a probe's batch with its tensors and arrays replaced."""
     numpy = sys.modules.get("numpy")
     if isinstance(value, Tensor | OnHost):
         return leaf(value)
@@ -169,6 +170,7 @@ def _copy_container(
 
 
 def _is_sequence(value: Any) -> bool:
+    """Return whether a part of the probe's batch is a list, tuple or set."""
     return isinstance(value, list | tuple | set | frozenset)
 
 
@@ -191,10 +193,8 @@ class BatchBank:
     """Keeps batches of healthy steps: every third recent step, and few older ones.
 
     If they exceed the limit, it keeps less: one batch per step, then every sixth step, then no
-    older ones, and finally nothing.
-
-    Args:
-        max_bytes: limit for all copies; by default 256 MiB, and at most 2% of the free memory.
+    older ones, and finally nothing. By default the limit of all copies is 256 MiB, or 2% of the
+    free memory if that is less.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
@@ -208,7 +208,7 @@ class BatchBank:
 
     @property
     def max_bytes(self) -> int:
-        """Limit for all copies, in bytes."""
+        """Return the limit, in bytes, for all copies of the probe's batches."""
         if self._max_bytes is None:
             free_bytes = host_memory_left()
             share = _MAX_BYTES if free_bytes is None else int(free_bytes * _MAX_SHARE)
@@ -217,28 +217,28 @@ class BatchBank:
 
     @property
     def is_full(self) -> bool:
-        """Whether even the smallest level exceeded the limit; then nothing is kept."""
+        """Return whether even the smallest level exceeded the limit; then a probe keeps nothing."""
         return self._level >= len(_LEVELS)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all current copies."""
+        """Return the bytes of all current copies of the probe's batches."""
         banked = (*self._accepted.values(), *self._waiting.values())
         return self._copied_bytes + sum(batches.num_bytes for batches in banked)
 
     def num_batches(self) -> dict[int, int]:
-        """Return the number of kept batches by accepted step."""
+        """Return the number of batches kept for the probe by accepted step."""
         return {step: len(batches.batches) for step, batches in self._accepted.items()}
 
     def __getitem__(self, step: int) -> BankedBatches:
         return self._accepted[step]
 
     def waiting(self, step: int) -> BankedBatches | None:
-        """Return the batches of a step whose verdict has not arrived yet."""
+        """Return the probe's batches of a step whose verdict has not arrived yet."""
         return self._waiting.get(step)
 
     def expected_bytes(self) -> int:
-        """Return the bytes the bank will hold when full, extrapolated from the current copies."""
+        """Return the bytes of a full probe bank, extrapolated from the current copies."""
         banked = [*self._accepted.values(), *self._waiting.values()]
         if not banked or self.is_full:
             return 0
@@ -250,14 +250,14 @@ class BatchBank:
     # --------------------------------------------------------------------- batches of a step
 
     def wants(self, step: int) -> bool:
-        """Return whether another batch of the step would be kept."""
+        """Return whether another batch of the step would be kept for the probe."""
         if self.is_full:
             return False
         level = _LEVELS[self._level]
         return step % (EVERY * level.stride) == 0 and len(self._copies) < level.batches
 
     def copy(self, batch: Any) -> None:
-        """Copy a batch of the next step, if the limit allows it."""
+        """Copy a batch of the next step for the probe, if the limit allows it."""
         while not self.is_full:
             try:
                 batch_copy, size = copy_to_host(batch, self.max_bytes - self.num_bytes)
@@ -269,7 +269,7 @@ class BatchBank:
             return
 
     def _lower_level(self) -> None:
-        """Switch to a level that keeps less, and drop what exceeds it."""
+        """Switch to a level that keeps less for the probe, and drop what exceeds it."""
         self._level += 1
         if self.is_full:
             self.clear()
@@ -295,7 +295,7 @@ class BatchBank:
             del self._waiting[min(self._waiting)]
 
     def accepted(self, step: int, loss: float) -> None:
-        """Keep the batches of a step that was judged clean, with its local loss."""
+        """Keep for the probe the batches of a step that was judged clean, with its local loss."""
         batches = self._waiting.pop(step, None)
         if batches is not None:
             batches.loss = loss
@@ -303,11 +303,11 @@ class BatchBank:
             self._evict_old()
 
     def dropped(self, step: int) -> None:
-        """Drop the batches of a step that was not judged clean."""
+        """Drop the batches of a step that was not judged clean, so that no probe uses them."""
         self._waiting.pop(step, None)
 
     def rolled_back(self, step: int) -> None:
-        """Drop the batches of this step and all later ones."""
+        """Drop the probe's batches of this step and all later ones."""
         for banked in (self._accepted, self._waiting):
             for later in [s for s in banked if s >= step]:
                 del banked[later]
@@ -315,19 +315,20 @@ class BatchBank:
         self._copied_bytes = 0
 
     def clear(self) -> None:
-        """Drop all batches."""
+        """Drop all batches kept for the probe."""
         self._accepted.clear()
         self._waiting.clear()
         self._copies.clear()
         self._copied_bytes = 0
 
     def _evict_old(self) -> None:
-        """Drop steps that are too old for their spacing."""
+        """Drop the probe's steps that are too old for their spacing."""
         newest = max(self._accepted, default=0)
         for step in [s for s in self._accepted if not self._is_retained(s, newest - s)]:
             del self._accepted[step]
 
     def _is_retained(self, step: int, age: int) -> bool:
+        """Return whether the probe keeps a step of this age, by the level's spacing."""
         level = _LEVELS[self._level]
         if age <= _NEAR_STEPS:
             return step % (EVERY * level.stride) == 0 or level.stride == 1
@@ -353,7 +354,7 @@ _MOST_WAITING = 4
 
 
 def _old_step_spacings() -> Iterable[tuple[int, int, int]]:
-    """Yield (youngest age, oldest age, spacing) of the bank's older steps."""
+    """Yield (youngest age, oldest age, spacing) of the older steps kept for the probe."""
     begin = _NEAR_STEPS
     for end, every in _FAR:
         yield begin, end, every

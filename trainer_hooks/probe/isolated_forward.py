@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer_hooks.tensors.clearing import has_compiled_graphs
-from trainer_hooks.tensors.gradients import reshard
-from trainer_hooks.tensors.optimizer_state import is_dense, true_elements
+from trainer_hooks.tensors.gradients import fsdp2_groups, reshard
+from trainer_hooks.tensors.optimizer_state import is_dense, params_of, true_elements
 from trainer_hooks.tensors.rng import capture_rng, restore_rng
 
 _PLAIN = (bool, int, float, str, type(None), Tensor)
@@ -32,7 +32,7 @@ class RefusedError(Exception):
 def isolated_forward(
     model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> Iterator[Callable[[], None]]:
-    """Run forwards without gradients, and restore everything they write.
+    """Run the probe's forwards without gradients, and restore everything they write.
 
     Restored are the RNG state (which starts equal in each call, so that dropout draws alike),
     buffers, parameters that no optimizer holds, modes and plain attributes of modules, gradients,
@@ -45,7 +45,7 @@ def isolated_forward(
     """
     modules = list(model.modules())
     reshard(model)
-    tensors = _optimizer_tensors(optimizers)
+    tensors = {id(p): p for p in params_of(optimizers)}
     everything = {id(p): p for p in (*model.parameters(), *tensors.values())}
     with ExitStack() as undo:
         undo.callback(restore_rng, capture_rng())
@@ -78,7 +78,7 @@ def isolated_forward(
 
 
 def seed_all(seed: int) -> None:
-    """Seed all generators of this process; only inside ``isolated_forward``."""
+    """Seed all generators of this process for the probe; only inside ``isolated_forward``."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
@@ -89,22 +89,13 @@ def seed_all(seed: int) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether FSDP1, FSDP2 or another DTensor shards the model."""
+    """Return whether FSDP1, FSDP2 or another DTensor shards the model that is probed."""
     by_module = any(hasattr(m, "_get_fsdp_state") or hasattr(m, "_handle") for m in model.modules())
     return by_module or any(hasattr(p, "placements") for p in model.parameters())
 
 
-def _optimizer_tensors(optimizers: Iterable[Optimizer]) -> dict[int, Tensor]:
-    """Return the optimizers' parameters by ``id``, to restore after a forward."""
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return {id(p): p for group in groups for p in group["params"]}
-
-
-# ------------------------------------------------------------------------- modules' attributes
-
-
 def _is_ours(module: nn.Module) -> bool:
-    """Return whether the attributes belong to the model and not to a DDP or FSDP wrapper."""
+    """Return whether attributes to restore belong to the model, not to a DDP or FSDP wrapper."""
     wrapper = isinstance(module, DistributedDataParallel) or hasattr(module, "_orig_mod")
     return not wrapper and not hasattr(module, "_handle")
 
@@ -125,14 +116,12 @@ def _put_back_attributes(before: list[tuple[nn.Module, dict[str, Any]]]) -> None
         module_vars.update(attributes)
 
 
-# ----------------------------------------------------------------------- buffers and parameters
-
 _Places = list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]]
 _Copies = list[tuple[Tensor, Tensor, Tensor]]
 
 
 def _buffers(modules: Iterable[nn.Module]) -> tuple[_Places, _Copies]:
-    """Return the buffers by name and copies of their contents."""
+    """Return buffers by name, and copies of contents to restore after the probe's forward."""
     places = [(module._buffers, dict(module._buffers)) for module in modules]
     distinct = {
         id(b): b for _, saved_buffer in places for b in saved_buffer.values() if b is not None
@@ -179,9 +168,6 @@ def _put_back_gradients(before: list[tuple[Tensor, Tensor | None, bool]]) -> Non
             param.requires_grad_(asks)
 
 
-# -------------------------------------------------------------------------------- DDP and FSDP
-
-
 @contextmanager
 def _ddp_as_before(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Keep DDP from syncing in the probe's forward; restore its flags later.
@@ -202,12 +188,12 @@ def _ddp_as_before(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _fsdp_as_before(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Prevent FSDP from prefetching, and drop the recorded order of these forwards.
+    """Prevent FSDP from prefetching in the probe, and drop the recorded order of its forwards.
 
     If a forward raised halfway, FSDP's states are reset to those between two forwards.
     """
     states = [m._get_fsdp_state() for m in modules if hasattr(m, "_get_fsdp_state")]  # type: ignore[operator]
-    groups = [g for state in states for g in _fsdp_param_groups(state)]
+    groups = [g for state in states for g in fsdp2_groups(state)]
     orders = [(g, list(g._post_forward_indices)) for g in groups]
     lists = {id(o): (o, list(o)) for g in groups if (o := _post_forward_order(g)) is not None}
     try:
@@ -227,16 +213,8 @@ def _fsdp_as_before(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[
         reshard(model)
 
 
-def _fsdp_param_groups(state: Any) -> list[Any]:
-    """Return the parameter groups of an FSDP2 state; up to about torch 2.11 there is only one."""
-    several = getattr(state, "_fsdp_param_groups", None)
-    if several is not None:
-        return list(several)
-    group = getattr(state, "_fsdp_param_group", None)
-    return [] if group is None else [group]
-
-
 def _post_forward_order(group: Any) -> Any:
+    """Return FSDP2's recorded order of forwards, which a probe restores; None without one."""
     return getattr(getattr(group, "comm_ctx", None), "post_forward_order", None)
 
 
@@ -253,7 +231,7 @@ def eager_beside_graphs() -> AbstractContextManager[object]:
 
 @contextmanager
 def _autocast_cache_off() -> Iterator[None]:
-    """Disable the autocast cache: a later backward would find casts without gradients in it."""
+    """Disable the autocast cache in a probe: a later backward would find gradient-free casts."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -35,6 +35,7 @@ from trainer_hooks.probe.isolated_forward import (
     seed_all,
 )
 from trainer_hooks.ranks import Ranks
+from trainer_hooks.tensors.optimizer_state import params_of
 from trainvitals.policy.evidence import MIN_BATCHES, NONFINITE_GRADIENT, Ask, ProbeResult
 from trainvitals.printable import name_type
 from trainvitals.records import Note
@@ -65,15 +66,8 @@ class Probe:
     Order of calls in a step: ``keep`` for each batch before it is yielded; ``fed``; ``rehearse``
     before the update; ``update_readiness``, and ``accepted`` or ``dropped``, when the verdict
     arrives, possibly one step later; ``evaluate`` after the update, if the policy requests it.
-
-    Args:
-        model: watched model; before each of its forwards all ranks agree to continue.
-        optimizers: optimizers of the trained parameters.
-        ranks: this process among the others.
-        emitter: reports how many batches are kept, and why the probe is off.
-        faults: counts failed copies.
-        max_bytes: limit for the copies; None: 256 MiB, and at most 2% of the free memory.
-        rewind: restores the buffers from the start of the step, for a rehearsal after its forward.
+    Before each forward of ``model`` all ranks agree to continue. ``rewind`` restores the buffers
+    from the start of the step, for a rehearsal after its forward.
     """
 
     def __init__(
@@ -85,7 +79,7 @@ class Probe:
         emitter: Emitter,
         faults: FaultCounter,
         max_bytes: int | None = None,
-        rewind: Callable[[], None] | None = None,
+        rewind: Callable[[], object] | None = None,
     ) -> None:
         self._model = model
         self._optimizers = tuple(optimizers)
@@ -138,15 +132,13 @@ class Probe:
             self._stop_keeping(f"the batches do not fit into {mib:.3g} MiB")
 
     def _stop_keeping(self, reason: str) -> None:
+        """Drop all batches, and keep no more of them for the probe, with this reason."""
         self._why_not = reason
         self.bank.clear()
         self._earlier = None
         if self._ranks.rank:  # rank 0 reports after all have switched off
-            self._emit_note(
-                "probe_off",
-                f"rank {self._ranks.rank} keeps no batches: {reason}",
-                "warning",
-            )
+            text = f"rank {self._ranks.rank} keeps no batches: {reason}"
+            self._emit_note("probe_off", text, "warning")
 
     def fed(self, step: int, num_batches: int, *, attempt: int = 0) -> None:
         """Assign the kept batches since the last call to this step; call before its update."""
@@ -185,11 +177,8 @@ class Probe:
     def rehearse(self, step: int, own_loss: Callable[[], float | None]) -> None:
         """Check that ``loss_of`` reproduces the loss of the step. Collective, if one is due.
 
-        Call on all ranks before the update of each step, after ``fed``.
-
-        Args:
-            step: current step.
-            own_loss: returns the local loss of the step; waits for the device.
+        Call on all ranks before the update of each step, after ``fed``. ``own_loss`` returns the
+        local loss of the step, and waits for the device.
         """
         if self.is_on or self._is_over or not self._all_ready or step % EVERY:
             return
@@ -212,6 +201,7 @@ class Probe:
     def _verify_probe(
         self, saved: BankedBatches, earlier: BankedBatches, fewest: tuple[int, int], loss: float
     ) -> None:
+        """Turn the probe on if its losses match the step's on all ranks; otherwise off or later."""
         now, before = saved.batches[: fewest[0]], earlier.batches[: fewest[1]]
         present = _Task(saved, now, rewind=self._rewind)
         tasks = (present, present._replace(seed=1), _Task(earlier, before))
@@ -244,6 +234,7 @@ class Probe:
         )
 
     def _try_again(self, reason: str) -> None:
+        """Rehearse the probe again after a longer pause; turn it off after the last attempt."""
         self._pause = (1 << self._tries) - 1
         self._tries += 1
         if self._tries >= _TRIES:
@@ -304,6 +295,7 @@ class Probe:
         return None
 
     def _evaluate_task(self, task: _Task) -> _TaskResult:
+        """Return the losses of a task's batches with the current weights."""
         losses = []
         has_gradient = True
         for i, batch in enumerate(task.batches):
@@ -327,9 +319,7 @@ class Probe:
         """
         if is_sharded(self._model):
             return True
-        parameters = [
-            p for o in self._optimizers for group in o.param_groups for p in group["params"]
-        ]
+        parameters = params_of(self._optimizers)
         parameters = [p for p in parameters if p.requires_grad and not p.is_sparse]
         with torch.enable_grad():
             try:
@@ -361,6 +351,7 @@ class Probe:
     def _emit_note(
         self, code: str, text: str, severity: Literal["info", "warning"] = "info"
     ) -> None:
+        """Write a note about the probe: on rank 0, or on any rank that turns it off."""
         if self._ranks.rank == 0 or code == "probe_off":
             event = Note(code=code, text=text, severity=severity)
             self._emitter.event(event, step=self._next_step, attempt=self._attempt)
@@ -373,7 +364,7 @@ class _Task(NamedTuple):
     batches: list[Any]
     """Kept batches, as many as every rank has."""
     seed: int = 0
-    rewind: Callable[[], None] | None = None
+    rewind: Callable[[], object] | None = None
     """Restores buffers to the start of the step; called inside ``isolated_forward``."""
     with_gradient: bool = False
     """Whether to check the gradient of the first batch, too."""
@@ -403,7 +394,7 @@ class _ForwardBarrier:
         """Failure on this rank."""
 
     def meet(self, code: float) -> bool:
-        """Return whether all ranks are at the same point. Collective."""
+        """Return whether all ranks are at the same point of the probe. Collective."""
         if self.is_over:
             return False
         lowest = highest = code
@@ -415,14 +406,14 @@ class _ForwardBarrier:
         return not self.is_over
 
     def failed(self, error: Exception) -> None:
-        """Abort the evaluation on all ranks."""
+        """Abort the probe's evaluation on all ranks."""
         text = str(error) if isinstance(error, RefusedError) else ""
         self.reason = text or f"raised {type(error).__name__}: {error}"[:500]
         self.meet(_FAILED)
 
     @contextmanager
     def at_each_forward(self, model: nn.Module) -> Iterator[None]:
-        """Synchronize before each forward of the model, because it may contain collectives."""
+        """Synchronize before each forward of the probed model: it may contain collectives."""
         if self._ranks.side is None:
             yield
             return
@@ -441,11 +432,7 @@ class _ForwardBarrier:
 
 
 def _loss_number(value: object) -> float:
-    """Return the loss as a number.
-
-    Raises:
-        RefusedError: it is not a number, or requires gradients.
-    """
+    """Return the loss of a re-evaluated batch as a number."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             raise RefusedError("returned a loss with gradients: it enables them itself")
@@ -453,9 +440,8 @@ def _loss_number(value: object) -> float:
         if value.numel() == 1 and all(p.is_replicate() for p in placements):
             to_local = getattr(value, "to_local", None)
             return float(value if to_local is None else to_local())
-        raise RefusedError(
-            f"returned a tensor of shape {tuple(value.shape)}; it must be one number"
-        )
+        shape = tuple(value.shape)
+        raise RefusedError(f"returned a tensor of shape {shape}; it must be one number")
     if isinstance(value, str) or not hasattr(value, "__float__"):
         raise RefusedError(f"returned {name_type(value)}; it must be one number")
     return float(value)
@@ -467,7 +453,7 @@ def _loss_number(value: object) -> float:
 def _rehearsal_mismatch(
     results: Sequence[_TaskResult], saved: BankedBatches, num_read: int, loss: float
 ) -> str:
-    """Return why the rehearsal's losses do not match those of the step; empty if they do."""
+    """Return why the probe's rehearsal does not match the step's losses; empty if it does."""
     first, second = results[0], results[1]
     read = (first.loss + second.loss) / 2
     # Two forwards differ by the random numbers of dropout, and by the choice of batches.
@@ -486,13 +472,13 @@ def _rehearsal_mismatch(
 
 
 def _ignores_input(results: Sequence[_TaskResult]) -> bool:
-    """Return whether other batches gave exactly the same loss, so that it ignores its input."""
+    """Return whether the probe's other batches gave exactly the same loss: it ignores its input."""
     first, other = results[0].losses, results[2].losses
     return all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(first, other, strict=False))
 
 
 def _select_batches(everywhere: Sequence[Iterable[int]], onset: int) -> tuple[list[int], list[int]]:
-    """Return the steps to evaluate, kept by all ranks: near the onset, and long before it."""
+    """Return steps to re-evaluate, kept by all ranks: near the onset, and long before it."""
     common = sorted(set(everywhere[0]).intersection(*everywhere[1:]))
     before = [s for s in common if onset - _FARTHEST_OF_FEW <= s <= onset - _NEAREST]
     near = [s for s in before if s >= onset - _FARTHEST]
@@ -505,7 +491,7 @@ def _select_batches(everywhere: Sequence[Iterable[int]], onset: int) -> tuple[li
 def _mean_losses(
     everywhere: Sequence[Sequence[tuple[float, float]]],
 ) -> tuple[list[float], list[float]]:
-    """Return the means over ranks of the current and the earlier losses, per batch."""
+    """Return the means over ranks of the probe's current and earlier losses, per batch."""
     count = len(everywhere)
     by_step = list(zip(*everywhere, strict=True))
     now = [sum(pair[0] for pair in pairs) / count for pairs in by_step]
@@ -521,6 +507,7 @@ def _build_probe_result(
     then: list[float],
     bad_ranks: Sequence[int] = (),
 ) -> ProbeResult:
+    """Return the probe's result from the losses near the onset and long before it."""
     n = len(near)
     ages = f"steps {near[0]} to {near[-1]}"
     if bad_ranks:
@@ -542,11 +529,12 @@ def _build_probe_result(
 
 
 def _median(losses: Sequence[float]) -> float:
-    """Return the median; NaN if any loss is not finite."""
+    """Return the median of the probe's losses; NaN if any is not finite."""
     return statistics.median(losses) if all(map(math.isfinite, losses)) else math.nan
 
 
 def _empty_probe_result(detail: str) -> ProbeResult:
+    """Return a probe's result without any batch, with the reason for it."""
     return ProbeResult(num_batches=0, then=math.nan, now=math.nan, detail=detail)
 
 
@@ -571,13 +559,13 @@ class ValidationLosses:
         """Largest ratio since it was last sent; 0 if there was none."""
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Record the metrics of an evaluation."""
+        """Record the metrics of an evaluation, which complement the probe as evidence."""
         for name, value in values.items():
             if name.lower().rpartition("_")[2] == "loss" and isinstance(value, int | float):
                 self.ratio = max(self.ratio, self._loss_ratio(name, float(value)))
 
     def _loss_ratio(self, name: str, value: float) -> float:
-        """Return the value of a metric relative to its reference; 1 if it has none yet."""
+        """Return a metric relative to its reference, as evidence like a probe's; 1: none yet."""
         if name not in self._last:
             if math.isfinite(value):
                 self._first[name] = self._last[name] = value

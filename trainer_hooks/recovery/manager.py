@@ -41,7 +41,6 @@ from trainer_hooks.recovery.state import HostState, TensorSpec, TrainingState
 from trainer_hooks.tensors.copying import (
     CopyCheck,
     CopyPlan,
-    CudaSideStream,
     Pair,
     PendingCopy,
     SideStream,
@@ -78,13 +77,10 @@ def num_slots(*, healthy_after: int, lag: int, interval: int) -> int:
 def is_proven(
     step: int, *, healthy_after: int, current_step: int, last_unhealthy_step: int
 ) -> bool:
-    """Return whether a state is healthy: enough healthy steps in a row followed it.
+    """Return whether a snapshot is healthy: enough healthy steps in a row followed it.
 
-    Args:
-        step: the step that is trained next from the state.
-        healthy_after: number of healthy steps in a row that is required.
-        current_step: the last step that was judged.
-        last_unhealthy_step: the last step with a bad verdict or finding; -1 for none.
+    ``step`` is trained next from the state. ``current_step`` was judged last,
+    ``last_unhealthy_step`` had a bad verdict or finding; -1 for none.
     """
     return current_step + 1 - max(step, last_unhealthy_step + 1) >= healthy_after
 
@@ -134,21 +130,22 @@ class _SnapshotSlot:
 
     @property
     def free(self) -> bool:
-        """Whether it may be filled; for a shared slot, the same on all ranks that share it."""
+        """Return whether a snapshot may fill it; if shared, the same on all ranks that share it."""
         if self.region is not None:
             return not self.owned and not self.being_saved
         return not self.owned and not self._holders
 
     def hold(self, change: int) -> None:
+        """Count the threads that read this snapshot's copy: ``change`` is 1 or -1."""
         with self._lock:
             self._holders += change
 
     def reserve(self, size: int, num_buffers: int, device: torch.device) -> None:
-        """Allocate the memory of all buffers at once."""
+        """Allocate the memory of all buffers of a snapshot in one block."""
         self._block = PinnedBlock(size, num_buffers, device)
 
     def forget_plan(self) -> None:
-        """Compute again, at the next copy, which tensors must be finite."""
+        """Compute again, at the next snapshot, which tensors must be finite."""
         self._signature = []
 
     def prepare(
@@ -158,7 +155,7 @@ class _SnapshotSlot:
         is_replica: IsReplica,
         is_compared: IsReplica,
     ) -> None:
-        """Create a target for each tensor, and determine the rank that copies it.
+        """Create a target for each tensor of a snapshot, and determine the rank that copies it.
 
         Computed once, and again when a live tensor has another address, shape or type.
         """
@@ -196,7 +193,7 @@ class _SnapshotSlot:
         self.pairs, self._signature = pairs, signature
 
     def fill(self) -> CopyCheck:
-        """Copy, and return the results of the checks."""
+        """Copy the state into the snapshot, and return the results of the checks."""
         self._mark_incomplete()
         if self._plan is None:
             self._plan = CopyPlan(self.pairs)
@@ -208,8 +205,8 @@ class _SnapshotSlot:
         must_be_finite: Callable[[str], bool],
         side: SideStream,
         device: torch.device,
-    ) -> tuple[Tensor, Tensor, object]:
-        """Copy on the side stream.
+    ) -> tuple[Tensor, Tensor, torch.cuda.Event]:
+        """Copy a snapshot on the side stream.
 
         Buffers are copied on the training's stream, because the next forward writes them.
         Everything else is checked on the stream where it is copied, so that no write comes in
@@ -242,6 +239,7 @@ class _SnapshotSlot:
         return wrong, fingerprint, end
 
     def _mark_incomplete(self) -> None:
+        """Mark this rank's part of a shared snapshot as being overwritten."""
         if self.region is not None:
             self.region.mark_incomplete(self.generation)
 
@@ -252,6 +250,7 @@ class _SnapshotSlot:
         return copied._replace(fingerprint=mixed)
 
     def _get_or_create_buffer(self, key: str, tensor: Tensor) -> Tensor:
+        """Return the snapshot's buffer for a tensor; a new one if its shape or type changed."""
         buffer = self._buffers.get(key)
         if buffer is None or TensorSpec.of(buffer) != TensorSpec.of(tensor):
             buffer = None if self._block is None else self._block.take(tensor)
@@ -262,10 +261,11 @@ class _SnapshotSlot:
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of the tensors in this snapshot."""
         return sum(tensor.nbytes for tensor in self._targets.values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the copied tensors, once the copy is complete."""
+        """Return the tensors of the snapshot, once the copy is complete."""
         if self._copied is not None:
             self._copied()
         return dict(self._targets)
@@ -297,10 +297,9 @@ class Snapshot:
     _slot: _SnapshotSlot | None = None
 
     def check_whole(self) -> None:
-        """Call after the tensors were read, before the data is trusted.
+        """Refuse tensors that another rank of this node has started to overwrite.
 
-        Raises:
-            CheckpointError: another rank of this node has started to overwrite them.
+        Call after they were read, before the data is trusted.
         """
         region = None if self._slot is None else self._slot.region
         if region is not None and not region.holds(self.generation):
@@ -330,9 +329,7 @@ class Snapshot:
     @property
     def num_bytes(self) -> int:
         """Size of the copied tensors."""
-        if self._slot is None:
-            return 0
-        return self._slot.num_bytes
+        return 0 if self._slot is None else self._slot.num_bytes
 
 
 class SnapshotRing:
@@ -374,7 +371,7 @@ class SnapshotRing:
         self._interval = interval
         self._healthy_after = healthy_after
         self._pinned = state.device.type == "cuda"
-        self.side = CudaSideStream(state.device) if side is None and self._pinned else side
+        self.side = SideStream(state.device) if side is None and self._pinned else side
         self.overlap = overlap
         self._joined = NodeRegions(None, ()) if joined is None else joined
         self._is_replica = is_replica
@@ -392,7 +389,9 @@ class SnapshotRing:
         """Whether half of the memory has room for another slot; if shared, on all ranks."""
         self._last_bad: Snapshot | None = None
         self._ranks_on_node = 1
-        self._fingerprint: Tensor | None = None
+        self.fingerprint: Tensor | None = None
+        """That of the latest snapshot's replicas, an int64 on the device: read it after
+        ``before_update``. None without replicas, or if the snapshot could not be taken."""
         self.num_missed = 0
         """Snapshots this rank could not take; all ranks then drop the snapshot together."""
         self.failure = ""
@@ -417,8 +416,7 @@ class SnapshotRing:
     def check_memory(self, *, ranks_on_node: int = 1, free: int | None = None) -> None:
         """Refuse a ring that needs more than half of the memory that the job may still use.
 
-        Raises:
-            CheckpointError: it does. Rank-local: agree on it before the next collective.
+        Rank-local: agree on it before the next collective.
         """
         free = host_memory_left() if free is None else free
         self._ranks_on_node = ranks_on_node
@@ -435,7 +433,7 @@ class SnapshotRing:
             )
 
     def describe_slots(self) -> str:
-        """Return a description of the memory's use.
+        """Return a description of the snapshots' use of memory.
 
         Another slot is lent while a save holds one, if half of the memory has room for it.
         """
@@ -458,11 +456,8 @@ class SnapshotRing:
         queued after this call runs after the copy. With ``overlap`` this is only true from the next
         ``before_update`` or ``wait_for_copies`` on: call one of them before the number is read.
 
-        Args:
-            step: the step that is trained next from this state.
-            attempt: attempt of the state.
-            meta: detectors, data position and the like; returned by ``restore``.
-            trusted: healthy as soon as it is committed: the state before the first step.
+        ``step`` is trained next from this state; ``restore`` returns ``meta``. A ``trusted`` state
+        is healthy as soon as it is committed: the one before the first step.
         """
         name = f"memory-{step:08d}-{attempt}"
         entry = Snapshot(id=name, step=step, attempt=attempt, meta=meta or {}, trusted=trusted)
@@ -472,9 +467,9 @@ class SnapshotRing:
         self._entries.append(entry)
         self._last_taken = step
         self._record_change(entry)
-        self._fingerprint = None
+        self.fingerprint = None
         try:
-            wrong, self._fingerprint = self._copy(entry, self._free_slot())
+            wrong, self.fingerprint = self._copy(entry, self._free_slot())
         except Exception as error:  # noqa: BLE001 - becomes this rank's flag in the vector
             self.num_missed += 1
             self.failure = entry.failure = f"{type(error).__name__}: {error}"
@@ -506,6 +501,7 @@ class SnapshotRing:
         return free[0]
 
     def _new_slot(self) -> _SnapshotSlot:
+        """Return a slot for a snapshot, in shared memory if some is unused."""
         region = self._unused.pop(0) if self._unused else None
         slot = _SnapshotSlot(pinned=self._pinned, region=region)
         if self._is_reserved:
@@ -603,17 +599,9 @@ class SnapshotRing:
         """Number of ranks that share one copy of the replicas."""
         return self._joined.num_ranks
 
-    @property
-    def fingerprint(self) -> Tensor | None:
-        """Fingerprint of the latest snapshot's replicas, an int64 on the device.
-
-        None without replicas, or if it could not be taken. Read it after ``before_update``.
-        """
-        return self._fingerprint
-
     def word(self) -> Tensor | None:
-        """Return 52 bits of the fingerprint."""
-        return None if self._fingerprint is None else word_of(self._fingerprint)
+        """Return 52 bits of the fingerprint of a snapshot."""
+        return None if self.fingerprint is None else word_of(self.fingerprint)
 
     def stop_sharing(self) -> None:
         """Keep complete copies from the next snapshot on: the ranks' replicas are not equal.
@@ -650,7 +638,11 @@ class SnapshotRing:
                 self._record_change(entry)
 
     def accept(self, names: Sequence[str]) -> bool:
-        """See ``RecoveryManager.accept``."""
+        """Accept non-finite values in snapshots: see ``RecoveryManager.accept``.
+
+        For values that no rollback fixed: the model writes them itself, and otherwise there would
+        be no further snapshot. If a trained tensor is among the names, none is accepted.
+        """
         if not names or any(self._state.is_trained(name) for name in names):
             return False
         self._state.accept(names)
@@ -658,7 +650,7 @@ class SnapshotRing:
         return True
 
     def forget_plans(self) -> None:
-        """Compute again which tensors must be finite, and which are compared."""
+        """Compute again which tensors of a snapshot must be finite, and which are compared."""
         for slot in self.slots:
             slot.forget_plan()
 
@@ -706,6 +698,7 @@ class SnapshotRing:
         self._drop_snapshots(list(self._entries), detail, "retired")
 
     def _evict(self) -> None:
+        """Discard the oldest snapshot, except the latest healthy one."""
         protected = self.newest_healthy()
         victim = next(e for e in self._entries if e is not protected)
         self._drop_snapshots([victim], "made room", "retired")
@@ -713,6 +706,7 @@ class SnapshotRing:
     def _drop_snapshots(
         self, entries: list[Snapshot], detail: str, state: CheckpointState = "retired"
     ) -> None:
+        """Discard these snapshots, record the change, and release their memory."""
         for entry in entries:
             self._entries.remove(entry)
             entry.state = state
@@ -721,6 +715,7 @@ class SnapshotRing:
                 entry._slot.owned = False
 
     def _record_change(self, entry: Snapshot, detail: str = "") -> None:
+        """Record the state of a snapshot for the events stream."""
         self._changes.append(
             CheckpointChanged(
                 checkpoint_id=entry.id,
@@ -790,6 +785,7 @@ class SnapshotRing:
 
 
 def _format_gib(size: int) -> str:
+    """Return the size of snapshots as text, in GiB."""
     return f"{size / 2**30:.2f} GiB"
 
 
@@ -859,8 +855,8 @@ class RecoveryManager:
     ) -> None:
         """``groups``: ranks whose replicas must be equal; empty: all of them."""
         self.settings = settings
-        self._ring = ring
-        self._store = store
+        self.ring = ring
+        self.store = store
         self._ranks = ranks
         self._emitter = emitter
         self._plan = plan
@@ -868,8 +864,8 @@ class RecoveryManager:
         self._saved_at = 0
         self._saved_ns = clock.monotonic_ns()
         self._time_is_up = self._was_due = False
-        self._newest_saved: tuple[int, int] = (0, 0)
-        """Step and attempt of the latest complete checkpoint; only on rank 0."""
+        self.newest_saved: tuple[int, int] = (0, 0)
+        """Step and attempt of the latest complete checkpoint, sent by rank 0; (0, 0): none."""
         self._on_disk: tuple[CheckpointRef, ...] = ()
         self._wrong: tuple[int, Tensor | None] | None = None
         """Step of the latest snapshot, and its number of problems; None: it could not be taken."""
@@ -905,7 +901,7 @@ class RecoveryManager:
             StorageError: the directory cannot be written; raised on all.
         """
         # Importing torch.distributed.checkpoint takes half a second: only in heal mode.
-        from trainer_hooks.recovery.checkpoints.agreement import RankAgreement
+        from trainer_hooks.agreement import RankAgreement
         from trainer_hooks.recovery.checkpoints.store import CheckpointStore
 
         state = state or TrainingState(
@@ -975,10 +971,6 @@ class RecoveryManager:
         groups = () if replicas is None else replicas.groups
         return cls(settings, ring, store, ranks, emitter, plan, clock, lag=lag, groups=groups)
 
-    def keepers(self) -> tuple[SnapshotRing, CheckpointStore]:
-        """Return the objects that store the best evaluated state, in memory and on disk."""
-        return self._ring, self._store
-
     # ------------------------------------------------------------------------------ at the start
 
     def resume(self) -> Restored | None:
@@ -987,11 +979,11 @@ class RecoveryManager:
         Raises:
             CheckpointError: there are checkpoints, and none can be loaded.
         """
-        refs = self._store.loadable_refs()
-        restored = self._store.load_newest(refs)
+        refs = self.store.loadable_refs()
+        restored = self.store.load_newest(refs)
         if restored is None and self._plan.plan.branches and self._is_rank0:
             text = (
-                f"{self._store.folder.path.absolute()} holds no checkpoint of this run, which was "
+                f"{self.store.folder.path.absolute()} holds no checkpoint of this run, which was "
                 "started before: it begins at step 0"
             )
             _LOG.warning("vitals: %s", text)
@@ -1010,22 +1002,22 @@ class RecoveryManager:
         Raises:
             CheckpointError: on some rank it is non-finite, or could not be copied; raised on all.
         """
-        self._ring.forget("the loop loaded its own state")
+        self.ring.forget("the loop loaded its own state")
         unproven = any(ref.step == step and ref.state == "verified" for ref in self._on_disk)
         bad, differ = self._take_now(step, attempt, meta, trusted=not unproven)
         if differ and not bad:
             self._stop_sharing(differ, step, attempt)
             bad, _ = self._take_now(step, attempt, meta, trusted=not unproven)
         if bad:
-            self._ring.commit(step, ok=False)
-            why = self._ranks.gather(self._ring.why_bad())
+            self.ring.commit(step, ok=False)
+            why = self._ranks.gather(self.ring.why_bad())
             on_ranks = "; ".join(f"rank {rank}: {why[rank]}" for rank in bad[:8])
             raise CheckpointError(
                 f"there is no healthy state to roll back to before step {step}: {on_ranks}",
                 hint="check the model's initialization, or remove untrained parameters from the "
                 "optimizer; mode 'guard' needs no snapshots",
             )
-        self._ring.commit(step, ok=True)
+        self.ring.commit(step, ok=True)
         self._saved_at = step
         self._emit_checkpoint_changes()
 
@@ -1036,9 +1028,9 @@ class RecoveryManager:
 
         Returns the ranks on which it is invalid, and those whose replicas differ.
         """
-        wrong = self._ring.capture(step, attempt, meta, trusted=trusted)
-        self._ring.before_update()
-        word = self._ring.word()
+        wrong = self.ring.capture(step, attempt, meta, trusted=trusted)
+        self.ring.before_update()
+        word = self.ring.word()
         counts, rank_words = zip(
             *self._ranks.gather((float(wrong), 0.0 if word is None else float(word))), strict=True
         )
@@ -1047,7 +1039,7 @@ class RecoveryManager:
 
     def _stop_sharing(self, differ: tuple[int, ...], step: int, attempt: int) -> None:
         """Report once that replicas are not equal; each rank keeps its own from now on."""
-        self._ring.stop_sharing()
+        self.ring.stop_sharing()
         if self._has_differed:  # from a snapshot in flight at the time of the report
             return
         self._has_differed = True
@@ -1062,63 +1054,37 @@ class RecoveryManager:
 
     # ------------------------------------------------------------------------------- each step
 
-    def before_update(self) -> None:
-        """Make the coming update wait, on the device, for a copy in flight."""
-        self._ring.before_update()
-
     def after_step(self, next_step: int, attempt: int, meta: Callable[[], Meta]) -> None:
         """Take a snapshot if one is due."""
-        if self._ring.due(next_step):
-            num_missed = self._ring.num_missed
-            wrong = self._ring.capture(next_step, attempt, meta())
-            is_missed = self._ring.num_missed > num_missed
+        if self.ring.due(next_step):
+            num_missed = self.ring.num_missed
+            wrong = self.ring.capture(next_step, attempt, meta())
+            is_missed = self.ring.num_missed > num_missed
             self._wrong = (next_step, None if is_missed else wrong)
 
     def nonfinite_count(self, step: int) -> Tensor | None:
         """Return the number of non-finite tensors in ``step``'s snapshot; None: no snapshot."""
         if self._wrong is None or self._wrong[0] != step:
             return None
-        self._ring.before_update()  # the check is on the stream of the copy
+        self.ring.before_update()  # the check is on the stream of the copy
         return self._wrong[1]
 
     def fingerprint(self, step: int) -> Tensor | None:
         """Return the fingerprint of the replicas in ``step``'s snapshot; None: no replicas."""
         if self._wrong is None or self._wrong[0] != step:
             return None
-        self._ring.before_update()
-        return self._ring.fingerprint
+        self.ring.before_update()
+        return self.ring.fingerprint
 
     def missed(self, step: int) -> bool:
         """Return whether this rank could not take a snapshot that was due at a step."""
         return self._wrong == (step, None)
 
-    def nonfinite_names(self) -> list[str]:
-        """Return the non-finite tensors in this rank's latest snapshot that was dropped for it."""
-        return self._ring.nonfinite_names()
-
-    def accept(self, names: Sequence[str]) -> bool:
-        """Accept non-finite buffers and frozen parameters; return whether all names were such.
-
-        For values that no rollback fixed: the model writes them itself, and otherwise there would
-        be no further snapshot. If a trained tensor is among the names, none is accepted.
-        """
-        return self._ring.accept(names)
-
-    @property
-    def failure(self) -> str:
-        """Reason why this rank could not take the latest snapshot that it missed."""
-        return self._ring.failure
-
     @property
     def is_saving(self) -> bool:
         """Whether this rank is writing a checkpoint: rank 0 reports it, and the next one waits."""
-        self._may_be_saving = self._may_be_saving and not self._store.wait(0.0)
+        self._may_be_saving = self._may_be_saving and not self.store.wait(0.0)
         return self._may_be_saving
-
-    @property
-    def newest_saved(self) -> tuple[int, int]:
-        """Step and attempt of the latest complete checkpoint, sent by rank 0; (0, 0): none."""
-        return self._newest_saved
 
     @property
     def save_due(self) -> bool:
@@ -1141,12 +1107,8 @@ class RecoveryManager:
     ) -> None:
         """Settle a step's snapshot by the reduced numbers; apply rank 0's save flags.
 
-        Args:
-            reduced: the numbers of the step.
-            step: the step.
-            attempt: its attempt.
-            differ: ranks that differ in this step where they must be equal.
-            is_shared: whether ranks may still share a copy.
+        The ranks in ``differ`` differ in this step where they must be equal. ``is_shared``: ranks
+        may still share a copy.
         """
         # A rank that could not measure the step could not report about its copy either.
         wrong = reduced.total("nonfinite_state") + reduced.total("snapshot_missed")
@@ -1154,14 +1116,14 @@ class RecoveryManager:
         if differ and is_sound:
             if not is_shared:
                 self._stop_sharing(differ, step, attempt)
-                self.reset_comparison()
-            self._ring.commit(step, ok=False, why=f"replicas differ: {format_ranks(differ)}")
+                self.ring.forget_plans()
+            self.ring.commit(step, ok=False, why=f"replicas differ: {format_ranks(differ)}")
         else:
-            self._ring.commit(step, ok=is_sound)
+            self.ring.commit(step, ok=is_sound)
         self._is_saving = bool(reduced.root["saving"])
         self._packs_before_save = max(0, self._packs_before_save - 1)
         if not self._is_saving and not self._packs_before_save:
-            self._ring.saves_ended()
+            self.ring.saves_ended()
         due = bool(reduced.root["save_due"])
         # Steps in flight when a save started repeat the flag.
         self._time_is_up = self._time_is_up or (due and not self._was_due)
@@ -1169,10 +1131,6 @@ class RecoveryManager:
         self._add_saved_checkpoint(
             int(reduced.root["saved_step"]), int(reduced.root["saved_attempt"])
         )
-
-    def reset_comparison(self) -> None:
-        """Compute the plans again, because a tensor is no longer compared."""
-        self._ring.forget_plans()
 
     def _add_saved_checkpoint(self, step: int, attempt: int) -> None:
         """Add a checkpoint that is now complete to the possible targets of a rollback."""
@@ -1186,19 +1144,20 @@ class RecoveryManager:
 
     def promote(self, step: int, last_unhealthy_step: int) -> None:
         """Mark proven snapshots healthy, start a save if one is due, and report the changes."""
-        for proven in self._ring.promote(step, last_unhealthy_step):
+        for proven in self.ring.promote(step, last_unhealthy_step):
             self._prove_on_disk(proven.step)
-        newest = self._ring.newest_healthy()
+        newest = self.ring.newest_healthy()
         if newest is not None and self._is_due(newest.step - self._saved_at):
             self._saved_at, self._saved_ns = newest.step, self._clock.monotonic_ns()
             self._time_is_up = False
-            self._ring.save_begins(newest)
+            self.ring.save_begins(newest)
             self._packs_before_save = self._lag + 1
-            self._store.save(newest)
+            self.store.save(newest)
             self._may_be_saving = True
         self._emit_checkpoint_changes()
 
     def _is_due(self, steps: int) -> bool:
+        """Return whether to save a snapshot this many steps after the last save."""
         if self._is_saving:  # each save holds a slot: another one would starve the ring
             return False
         return steps >= self.settings.save_every or (self._time_is_up and steps > 0)
@@ -1210,11 +1169,11 @@ class RecoveryManager:
                 proven = replace(ref, state="healthy")
                 self._on_disk = tuple(proven if r is ref else r for r in self._on_disk)
                 if self._is_rank0:
-                    self._store.mark_healthy(ref.id)
+                    self.store.mark_healthy(ref.id)
 
     def refs(self) -> tuple[CheckpointRef, ...]:
         """Return the possible targets of a rollback: equal on all ranks."""
-        return (*self._on_disk, *self._ring.refs())
+        return (*self._on_disk, *self.ring.refs())
 
     def step_of(self, checkpoint_id: str) -> int:
         """Return the step of a checkpoint by its id; -2, which no checkpoint has, if unknown."""
@@ -1232,11 +1191,11 @@ class RecoveryManager:
         Raises:
             CheckpointError: nothing could be restored.
         """
-        self._ring.before_update()
+        self.ring.before_update()
         self._wrong = None
         target = next(ref for ref in self.refs() if ref.id == decision.checkpoint_id)
         if target.where == "memory":
-            restored = self._ring.restore(target.id)
+            restored = self.ring.restore(target.id)
         else:
             restored = self._restore_from_disk(target.step, commanded=decision.command_number > 0)
         self._on_disk = tuple(ref for ref in self._on_disk if ref.step <= restored.step)
@@ -1245,14 +1204,15 @@ class RecoveryManager:
         return restored
 
     def _restore_from_disk(self, latest: int, *, commanded: bool) -> Restored:
-        if not self._store.wait(_LOAD_SECONDS):
+        """Restore the latest healthy checkpoint that can be read, or an older state."""
+        if not self.store.wait(_LOAD_SECONDS):
             raise CheckpointError(
                 f"a save has been running for {_LOAD_SECONDS:.0f} s, so nothing can be loaded",
                 hint="look at the disk of the checkpoints",
             )
         healthy = [r for r in self._on_disk if r.state == "healthy" and r.step <= latest]
         try:
-            restored = self._store.load_newest(healthy)
+            restored = self.store.load_newest(healthy)
         except CheckpointError:
             # Deleted since rank 0 reported it, or damaged. The same on all ranks.
             self._on_disk = tuple(r for r in self._on_disk if r.step > latest)
@@ -1260,10 +1220,10 @@ class RecoveryManager:
             if newer is None:
                 raise
             if newer.where == "memory":
-                return self._ring.restore(newer.id)
-            restored = self._store.load_newest([newer])
+                return self.ring.restore(newer.id)
+            restored = self.store.load_newest([newer])
         assert restored is not None, "the policy chose one of them"
-        self._ring.drop_newer(restored.step)
+        self.ring.drop_newer(restored.step)
         return restored
 
     def _oldest_far_enough_back(self) -> CheckpointRef | None:
@@ -1275,7 +1235,7 @@ class RecoveryManager:
 
     def restart(self) -> None:
         """Restore this rank's state from before the first step."""
-        self._ring.restore(self._ring.refs()[-1].id)
+        self.ring.restore(self.ring.refs()[-1].id)
 
     # ------------------------------------------------------------------------------- the end
 
@@ -1285,51 +1245,48 @@ class RecoveryManager:
         Collective: for a run that received SIGTERM. Returns the id; empty if nothing later than the
         checkpoints on disk could be written.
         """
-        self._store.wait(None)
-        self._ring.saves_ended()
+        self.store.wait(None)
+        self.ring.saves_ended()
         wrong, differ = self._take_now(step, attempt, meta)
         bad = bool(wrong or differ)
-        self._ring.commit(step, ok=not bad)
-        last = self._ring.newest_healthy() if bad else self._ring.newest_committed()
+        self.ring.commit(step, ok=not bad)
+        last = self.ring.newest_healthy() if bad else self.ring.newest_committed()
         if last is None or any(
             (r.step, r.attempt) == (last.step, last.attempt) for r in self._on_disk
         ):
             return ""
-        name = self._store.save(last)
-        self._store.wait(None)
+        name = self.store.save(last)
+        self.store.wait(None)
         self._emit_checkpoint_changes()
-        return name if (self._store.folder.path / name).is_dir() else ""
+        return name if (self.store.folder.path / name).is_dir() else ""
 
     def save_alone(self) -> None:
         """Write this rank's part of the last snapshot that all ranks have, without collectives.
 
         For a rank that is about to be killed while the others are unreachable. Any thread may call.
         """
-        last = self._ring.newest_committed()
+        last = self.ring.newest_committed()
         if last is not None:
-            self._store.write_alone(last)
+            self.store.write_alone(last)
 
     def close(self) -> None:
         """Wait for a save in progress, for a limited time."""
-        self._store.wait(_CLOSE_SECONDS)
+        self.store.wait(_CLOSE_SECONDS)
         self._emit_checkpoint_changes()
 
     @property
     def _is_rank0(self) -> bool:
+        """Return whether this is rank 0, which reports on snapshots and checkpoints."""
         return self._ranks.rank == 0
 
     def _emit_checkpoint_changes(self) -> None:
+        """Write the changes of snapshots and checkpoints as events."""
         # Read only if there are changes: this runs in every step.
-        stored = self._store.take_changes() if self._store.folder.changes else []
+        stored = self.store.take_changes() if self.store.folder.changes else []
         for change in stored:
             if change.state == "healthy":  # the best is unproven at first, so no rollback target
                 attempt = int(change.checkpoint_id.rpartition("-")[2])
-                self._newest_saved = change.checkpoint_step, attempt
-        for change in self._ring.take_changes() + stored:
-            emit_checkpoint_change(self._emitter, change)
-
-
-def emit_checkpoint_change(emitter: Emitter, change: CheckpointChanged) -> None:
-    """Write a checkpoint's change as an event of the checkpoint's attempt."""
-    attempt = int(change.checkpoint_id.rpartition("-")[2])
-    emitter.run_event(change, step=change.checkpoint_step, attempt=attempt)
+                self.newest_saved = change.checkpoint_step, attempt
+        for change in self.ring.take_changes() + stored:
+            attempt = int(change.checkpoint_id.rpartition("-")[2])
+            self._emitter.run_event(change, step=change.checkpoint_step, attempt=attempt)

@@ -6,7 +6,7 @@ _ROOT = Path("/")
 
 
 def host_memory_left(root: Path = _ROOT) -> int | None:
-    """Return the bytes that can still be used; None if the system does not report it.
+    """Return the bytes left for copies such as snapshots; None if the system does not report it.
 
     File cache counts as free, because the kernel releases it. Reads cgroup v2 and v1, at this
     process's group and all groups above it: in a container or a Slurm job the limit is rarely on
@@ -21,7 +21,7 @@ def host_memory_left(root: Path = _ROOT) -> int | None:
 
 
 def _available_bytes(root: Path) -> int | None:
-    """Return the available memory of the host, from ``/proc/meminfo``."""
+    """Return the host's available memory for snapshots, from ``/proc/meminfo``."""
     for line in _read_text(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -29,6 +29,7 @@ def _available_bytes(root: Path) -> int | None:
 
 
 def _cgroup_free_bytes(root: Path) -> list[int | None]:
+    """Return the bytes that each cgroup of this job still allows for snapshots; None: no limit."""
     limits = []
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
@@ -47,7 +48,7 @@ def _cgroup_free_bytes(root: Path) -> list[int | None]:
 
 
 def _left_in(group: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
-    """Return the bytes that a cgroup still allows; None without a limit."""
+    """Return the bytes that a cgroup still allows for snapshots; None without a limit."""
     limit, usage = _read_text(group / limit_name).strip(), _read_text(group / usage_name).strip()
     if not limit.isdigit() or not usage.isdigit():
         return None  # no such file, or "max"
@@ -56,6 +57,7 @@ def _left_in(group: Path, limit_name: str, usage_name: str, cache_name: str) -> 
 
 
 def _read_text(path: Path) -> str:
+    """Return the text of a system file on the memory for snapshots; empty if unreadable."""
     try:
         return path.read_text()
     except OSError:  # this system has no such file; the other sources are read too

@@ -79,7 +79,7 @@ class SharedLayout:
 
 
 def can_be_shared(tensor: Tensor) -> bool:
-    """Return whether a tensor consists only of its bytes, in the order of its elements."""
+    """Return whether a tensor's snapshot can be shared: only its bytes, in its elements' order."""
     return (
         tensor.layout == torch.strided
         and tensor.numel() > 0
@@ -103,7 +103,7 @@ class SharedRegion:
         weakref.finalize(self, os.close, fd)
 
     def views(self, layout: SharedLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a view of shared memory for each tensor, after reserving memory for all.
+        """Return a view of the shared snapshot for each tensor, after reserving memory for all.
 
         Raises:
             OSError: there is not enough memory. It is reserved first: a write to missing memory
@@ -118,6 +118,7 @@ class SharedRegion:
         return views
 
     def _map_memory(self, size: int) -> Tensor:
+        """Map at least this many bytes of the shared snapshot, and page-lock them for a GPU."""
         if self._bytes is None or self._bytes.numel() < size:
             os.posix_fallocate(self.fd, 0, size)
             self._bytes = torch.frombuffer(mmap.mmap(self.fd, size), dtype=torch.uint8)
@@ -126,18 +127,16 @@ class SharedRegion:
         return self._bytes
 
     def mark_incomplete(self, generation: int) -> None:
-        """Mark this rank's part as being overwritten; call before anything is written."""
+        """Mark this rank's part of a snapshot as being overwritten; call before any write."""
         self._generation_header()[self.group.index] = generation
 
     def holds(self, generation: int) -> bool:
-        """Return whether no rank has started to overwrite the data of ``generation``."""
+        """Return whether no rank has started to overwrite the snapshot of ``generation``."""
         return bool((self._generation_header()[: self.group.count] == generation).all())
 
     def _generation_header(self) -> Tensor:
+        """Return the generation of each rank's part of the shared snapshot, as a view."""
         return self._map_memory(_HEADER_BYTES)[:_HEADER_BYTES].view(torch.int64)
-
-
-# ------------------------------------------------------------------------- groups that share
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +157,7 @@ class NodeRegions(NamedTuple):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that share this rank's copy."""
+        """Return the number of ranks that share this rank's snapshot."""
         return 1 if self.regions is None else self.regions[0].group.count
 
 
@@ -168,13 +167,8 @@ def join_node(
     """Open memory shared by all ranks of this node, if possible. Collective; it never raises.
 
     Ranks are on one node if they see the same kernel and the same process ids. No memory is used
-    yet. If one of them cannot open it, no rank of that node shares.
-
-    Args:
-        ranks: this rank and the others.
-        num_regions: number of regions to open.
-        has_replicas: whether this rank has any data that others have too.
-        device: that the data is copied from.
+    yet. If one of them cannot open it, no rank of that node shares. ``has_replicas``: this rank has
+    data that others have too. ``device`` is where the data is copied from.
     """
     if ranks.world_size == 1:
         return NodeRegions(None, ())
@@ -205,6 +199,7 @@ class _RegionOffer(NamedTuple):
 
 
 def _create_region_offer(count: int) -> _RegionOffer:
+    """Create the memory of shared snapshots on the node's first rank, or return the reason."""
     fds: list[int] = []
     try:
         if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
@@ -241,12 +236,13 @@ def _open_region_offer(
 
 
 def _file_identity(fd: int) -> tuple[int, int]:
+    """Return device and inode of a shared snapshot's memory."""
     stat = os.fstat(fd)
     return stat.st_dev, stat.st_ino
 
 
 def _node_key() -> str:
-    """Return a key that ranks of one kernel and one process id namespace share, or nothing."""
+    """Return a key for sharing snapshots in one kernel and process id namespace, or nothing."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"

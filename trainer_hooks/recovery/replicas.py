@@ -232,7 +232,7 @@ class Replicas:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The compared parameters."""
+        """Return the parameters that ranks compare."""
         return tuple(self._params)
 
     def compares(self, key: str) -> bool:
@@ -258,14 +258,14 @@ class Replicas:
             return False
         self._exclude_keys(differing)
         text = (
-            f"{_format_keys(differing)} differ between ranks before the first step, so they "
-            f"are not "
-            "compared: each rank is taken to train its own"
+            f"{_format_keys(differing)} differ between ranks before the first step, so they are "
+            "not compared: each rank is taken to train its own"
         )
         emitter.note("replicas_not_alike", text, "warning", step=step, attempt=attempt)
         return True
 
     def _exclude_keys(self, keys: Sequence[str]) -> None:
+        """Exclude these tensors from the comparison of replicas."""
         self._dropped |= set(keys)
         self._lay_out()
 
@@ -283,14 +283,9 @@ class Replicas:
     ) -> Tensor | float | None:
         """Return 52 bits that are equal on two equal ranks; None if there is no comparison.
 
-        On the device, without waiting for it. Call before the update of ``step``.
-
-        Args:
-            step: the current one.
-            max_norm: norm to which the loop clips.
-            turn: optimizer of the update.
-            order: seed and epoch by which the sampler distributes the data between ranks.
-            snapshot: fingerprint of a snapshot that was taken before this step.
+        On the device, without waiting for it. Call before the update of ``step``. ``order`` is seed
+        and epoch by which the sampler distributes the data between ranks, ``snapshot`` the
+        fingerprint of one that was taken before this step.
         """
         if not self._is_member:
             return None
@@ -316,7 +311,7 @@ class Replicas:
         return word_of(total + settings_checksum)
 
     def _due_tensors(self, step: int) -> list[Tensor]:
-        """Return this rank's part of the tensors that are due."""
+        """Return this rank's part of the replica's tensors that are due."""
         often, rarely = self.every, self.every * STATE_EVERY
         tensors = [true_elements(p) for p in self._weights[step % often :: often]]
         keys = self._params[step % often :: often]
@@ -342,9 +337,9 @@ class Replicas:
 
     def votes(self, fingerprints: Sequence[float]) -> FingerprintVote:
         """Return the vote over the ranks' values of a step; the same on all ranks."""
-        return (
-            vote_on_fingerprints(fingerprints, self.groups) if fingerprints else FingerprintVote()
-        )
+        if not fingerprints:
+            return FingerprintVote()
+        return vote_on_fingerprints(fingerprints, self.groups)
 
     def agreed(self, step: int) -> None:
         """Note that all values of a step were equal, including differing state once per round."""
@@ -354,16 +349,15 @@ class Replicas:
             self._settings_differ = False
 
     def _inputs_of(self, step: int) -> _FingerprintInputs | None:
-        return next(
-            (recent_step for recent_step in reversed(self._recent) if recent_step.step == step),
-            None,
-        )
+        """Return the inputs of a step's compared value; None if they are no longer kept."""
+        return next((inputs for inputs in reversed(self._recent) if inputs.step == step), None)
 
     def close(self) -> None:
         """Allow no further comparisons: this rank may end before the others."""
         self._may_meet = False
 
     def _gather_group(self) -> Ranks:
+        """Return the ranks with a separate group to compare replicas, created at first use."""
         if self._meeting is None:
             self._meeting = self._ranks.with_new_group()
         return self._meeting
@@ -371,15 +365,11 @@ class Replicas:
     def diagnose(self, step: int, by_words: FingerprintVote, *, at: int) -> Difference:
         """Return the difference and the ranks with it. Collective: on all ranks of the step.
 
-        Args:
-            step: step of the differing values.
-            by_words: the vote over them.
-            at: the step that is trained next from the live state.
+        ``by_words`` is the vote over the step's values; ``at`` is trained next from the live state.
         """
         if not self._may_meet:
-            text = (
-                f"{self._suspects_text(by_words)} differed in the last step, and the loop has ended"
-            )
+            suspects = self._suspects_text(by_words)
+            text = f"{suspects} differed in the last step, and the loop has ended"
             return Difference(kind="state", vote=by_words, text=text)
         made_of = self._inputs_of(step)
         settings = snapshot = None
@@ -398,14 +388,14 @@ class Replicas:
     def _compare_state(
         self, step: int, by_words: FingerprintVote, snapshots: Sequence[int | None], at: int
     ) -> Difference:
+        """Compare each tensor of the replicas, and keep the difference as evidence."""
         everyone = self._gather_group().gather(self._fingerprints())
         differing, by_state = _differing_tensors(everyone, self.groups)
         was_apart, self._apart = bool(self._apart), tuple(differing)
         self.unresolved = by_state.apart or by_words.apart if differing else ()
         if not differing:
-            by_copy = vote_on_fingerprints(
-                [0 if s is None else s or 1 for s in snapshots], self.groups
-            )
+            words = [0 if s is None else s or 1 for s in snapshots]
+            by_copy = vote_on_fingerprints(words, self.groups)
             if by_copy.apart:
                 text = f"the copies of {format_ranks(by_copy.suspects)} differ, the state does not"
                 return Difference(kind="snapshot", vote=by_copy, text=text)
@@ -418,9 +408,8 @@ class Replicas:
             if not self._apart:
                 self.unresolved = ()
                 text = (
-                    f"{_format_keys(differing)} differ between ranks since the first steps, "
-                    f"so they are "
-                    "not compared: each rank is taken to train its own"
+                    f"{_format_keys(differing)} differ between ranks since the first steps, so "
+                    "they are not compared: each rank is taken to train its own"
                 )
                 return Difference(kind="untied", vote=by_state, text=text)
             differing = list(self._apart)
@@ -436,6 +425,7 @@ class Replicas:
         return Difference(kind="state", vote=by_state, text=text, is_again=is_again)
 
     def _suspects_text(self, by_words: FingerprintVote) -> str:
+        """Return the ranks whose replica may be wrong as text, with their places."""
         ranks = by_words.suspects
         if len(ranks) == 1:
             return f"rank {ranks[0]} ({self._places[ranks[0]]})"
@@ -454,15 +444,12 @@ class Replicas:
         """
         if self._settings_differ:
             return []
-        kinds = Counter(_state_kind(key) for key in self._all_keys())
+        kinds = Counter(_state_kind(k) for k in self._state.tensors() if self.compares(k))
         apart = Counter(map(_state_kind, differing))
         most = {kind for kind, num in apart.items() if num > 1 and 2 * num > kinds[kind]}
         rounds = {kind: self.every * (1 if kind == "model" else STATE_EVERY) for kind in most}
         untied = {kind for kind in most if step - self._first < rounds[kind]}
         return [key for key in differing if _state_kind(key) in untied]
-
-    def _all_keys(self) -> list[str]:
-        return [key for key in self._state.tensors() if self.compares(key)]
 
     @torch.no_grad()
     def _fingerprints(self, prefix: tuple[str, ...] = ("",)) -> tuple[str, bytes | None]:
@@ -475,19 +462,16 @@ class Replicas:
             device = self._state.device
             each = [fingerprint_of([live[key]], device) for key in keys]
             data = torch.stack(each).cpu().numpy().tobytes() if each else b""
-            return "\n".join(keys) if self._ranks.rank in self._speakers() else "", data
+            is_first = any(group[0] == self._ranks.rank for group in self.groups)
+            return "\n".join(keys) if is_first else "", data
         except Exception as error:  # noqa: BLE001 - the others must not wait
             self._faults.count("replicas", error)
             return "", None
 
-    def _speakers(self) -> set[int]:
-        """Return the ranks that name replica tensors: the first of each group."""
-        return {group[0] for group in self.groups}
-
     # ---------------------------------------------------------------------- differing elements
 
     def _find_differing_elements(self, key: str) -> tuple[list[int], dict[int, list[float]]]:
-        """Return the first elements of a tensor that differ, and their values on each rank."""
+        """Return the first elements of a replica's tensor that differ, and each rank's values."""
         raw: bytes = b""
         tensor: Tensor | None = None
         try:
@@ -508,7 +492,7 @@ class Replicas:
         dtype = tensor.dtype
         rank_group = next((group for group in self.groups if self._ranks.rank in group), ())
         read = {
-            rank: torch.cat([_tensor_from_bytes(piece, dtype) for piece in pieces[rank]])
+            rank: torch.frombuffer(bytearray(b"".join(pieces[rank])), dtype=dtype)
             for rank in rank_group
             if len(pieces[rank]) == len(apart) and all(pieces[rank])
         }
@@ -554,21 +538,14 @@ class Replicas:
                 return
             now = live.view(-1)[torch.tensor(evidence.elements, device=live.device)]
             values = now.to(torch.float64).tolist()
-            distances = {
-                rank: _l1_distance(before, values) for rank, before in evidence.values.items()
-            }
-            rank = evidence.vote.rank
-            how = "the others agreed"
+            distances = {r: _l1_distance(was, values) for r, was in evidence.values.items()}
+            rank, how = evidence.vote.rank, "the others agreed"
             if rank < 0:
-                rank, how = (
-                    find_farthest_rank(distances),
-                    "its values were further from those of the replay",
-                )
+                rank = find_farthest_rank(distances)
+                how = "its values were further from those of the replay"
             if rank < 0:
-                text = (
-                    f"either of {format_ranks(evidence.vote.suspects)} was wrong: the replay is as "
-                )
-                text += "far from both"
+                either = f"either of {format_ranks(evidence.vote.suspects)}"
+                text = f"{either} was wrong: the replay is as far from both"
             else:
                 text = f"rank {rank} ({self._places[rank]}) was wrong ({how})"
             text = (
@@ -591,6 +568,7 @@ class Replicas:
     def _describe_settings(
         self, settings: Sequence[bytes | None], by_words: FingerprintVote
     ) -> str:
+        """Return the settings that differ between replicas as text, with both values."""
         read = [None if s is None else np.frombuffer(s, dtype=np.float64) for s in settings]
         first = by_words.apart[0]
         group = next(group for group in self.groups if first in group)
@@ -602,9 +580,8 @@ class Replicas:
         names = _setting_names(self._optimizers)
         apart = [i for i in range(len(here)) if here[i] != there[i]]
         parts = [
-            f"{names[i] if i < len(names) else 'a setting'} is {_format_setting(here[i])} on "
-            f"rank {first} "
-            f"and {_format_setting(there[i])} on rank {usual}"
+            f"{names[i] if i < len(names) else 'a setting'} is {_format_setting(here[i])} on rank "
+            f"{first} and {_format_setting(there[i])} on rank {usual}"
             for i in apart[:_NAMED]
         ]
         return "; ".join(parts)
@@ -614,7 +591,7 @@ class Replicas:
 
 
 def _own_group(holders: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...], list[str]]:
-    """Return the ranks that hold everything that this one shares with others, and its names.
+    """Return the ranks with replicas of everything this one shares with others, and its names.
 
     A norm's weight may be stored on more ranks than the matrices of the same layer: it is compared
     among the ranks that share the matrices too.
@@ -629,7 +606,7 @@ def _own_group(holders: Mapping[str, tuple[int, ...]]) -> tuple[tuple[int, ...],
 
 
 def _agree_on_groups(offers: Sequence[_RankInfo]) -> tuple[Groups, str]:
-    """Return the groups that all their members agree on, and a sentence about the comparison."""
+    """Return the groups of replicas that all members agree on, and a sentence about them."""
     failed = [(rank, offer.failure) for rank, offer in enumerate(offers) if offer.failure]
     if failed:
         rank, failure = failed[0]
@@ -658,7 +635,7 @@ def _agree_on_groups(offers: Sequence[_RankInfo]) -> tuple[Groups, str]:
 def _differing_tensors(
     everyone: Sequence[tuple[str, bytes | None]], groups: Groups
 ) -> tuple[list[str], FingerprintVote]:
-    """Return the names of the differing tensors, and the vote over all of them."""
+    """Return the names of the replicas' differing tensors, and the vote over all of them."""
     differing: dict[str, None] = {}
     wholes: list[object] = [data for _, data in everyone]
     for group in groups:
@@ -675,7 +652,7 @@ def _differing_tensors(
 
 
 def _first_apart(everyone: Sequence[bytes], groups: Groups) -> list[int]:
-    """Return the first chunks that differ within a group."""
+    """Return the first chunks that differ between replicas of a group."""
     apart: set[int] = set()
     for group in groups:
         rows = [np.frombuffer(everyone[rank], dtype=np.uint32) for rank in group]
@@ -688,7 +665,7 @@ def _first_apart(everyone: Sequence[bytes], groups: Groups) -> list[int]:
 def _differing_elements(
     read: Mapping[int, Tensor], chunks: Sequence[int], itemsize: int
 ) -> tuple[list[int], dict[int, list[float]]]:
-    """Return the elements that differ between ranks, and their values."""
+    """Return the elements that differ between replicas, and their values."""
     if len(read) < 2 or len({len(values) for values in read.values()}) > 1:
         return [], {}
     bits = {rank: v.view(torch.uint8).view(len(v), itemsize) for rank, v in read.items()}
@@ -702,21 +679,19 @@ def _differing_elements(
     return elements, {r: v[where].to(torch.float64).tolist() for r, v in read.items()}
 
 
-def _tensor_from_bytes(piece: bytes, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(piece), dtype=dtype)
-
-
 def _l1_distance(before: Sequence[float], now: Sequence[float]) -> float:
+    """Return the distance of a replica's elements from a replay's; Inf if it is not finite."""
     total = sum(abs(a - b) for a, b in zip(before, now, strict=True) if a != b)
     return total if math.isfinite(total) else math.inf
 
 
 def _state_kind(key: str) -> str:
-    """Return the kind of a tensor: for optimizer state, the name of the state."""
+    """Return the kind of a replica's tensor: for optimizer state, the name of the state."""
     return key.rpartition(".")[2] if key.startswith("optim.") else key.partition(".")[0]
 
 
 def _format_keys(keys: Sequence[str]) -> str:
+    """Return the names of a replica's tensors as text, shortened."""
     more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
     return ", ".join(keys[:_NAMED]) + more
 
@@ -752,7 +727,7 @@ def _settings_bytes(
     turn: int,
     order: tuple[int, int],
 ) -> bytes:
-    """Return the settings of one step as the optimizers apply them: to the digits of float32."""
+    """Return one step's settings to compare as the optimizers apply them: to float32's digits."""
     values = [_NO_CLIP if max_norm is None else _AUTO if max_norm == "auto" else float(max_norm)]
     for _, value in _numeric_group_settings(optimizers):
         values.append(value)
@@ -774,7 +749,7 @@ def _setting_names(optimizers: Sequence[Optimizer]) -> list[str]:
 
 
 def _numeric_group_settings(optimizers: Sequence[Optimizer]) -> list[tuple[str, float]]:
-    """Return the settings of every parameter group that are plain numbers."""
+    """Return the settings of every parameter group that ranks compare: plain numbers."""
     settings: list[tuple[str, float]] = []
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     for number, group in enumerate(groups):
@@ -789,6 +764,7 @@ def _numeric_group_settings(optimizers: Sequence[Optimizer]) -> list[tuple[str, 
 
 
 def _format_setting(value: float) -> str:
+    """Return a compared setting as text: a number, none, or "auto"."""
     if value in (_NO_CLIP, _AUTO):
         return "none" if value == _NO_CLIP else '"auto"'
     digits = 16 if value.is_integer() else 7

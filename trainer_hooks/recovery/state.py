@@ -24,12 +24,12 @@ from torch.optim.swa_utils import AveragedModel
 
 from trainer_hooks.guard.ema import EMA
 from trainer_hooks.guard.hook_memory import comm_hooks
-from trainer_hooks.recovery.checkpoints.shard_layout import LocalShard, local_shards
 from trainer_hooks.stateful import HasStateDict
 from trainer_hooks.tensors import optimizer_state
 from trainer_hooks.tensors.copying import wait_for_copies
 from trainer_hooks.tensors.gradients import clean_name, reshard, unwrap
 from trainer_hooks.tensors.rng import capture_rng, restore_rng
+from trainer_hooks.tensors.shard_layout import LocalShard, local_shards
 from trainvitals.errors import CheckpointError
 
 HostState = dict[str, Any]
@@ -48,7 +48,7 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorSpec":
-        """Return the shape and type of a tensor."""
+        """Return the shape and type of a tensor in a snapshot."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
 
@@ -180,7 +180,7 @@ class TrainingState:
         return {f"model.{name}": param for name, param in self._params.items()}
 
     def optimizer_states(self) -> list[tuple[int, str, Tensor, Mapping[Tensor, Any]]]:
-        """Return (optimizer, parameter's name, parameter, state) of each trained parameter.
+        """Return (optimizer, parameter's name, parameter, state) of each parameter to restore.
 
         Without optimizers that may hold only a part of the state.
         """
@@ -234,7 +234,7 @@ class TrainingState:
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
-        """Return the live tensors of this rank by name, always in the same order.
+        """Return this rank's live tensors to snapshot by name, always in the same order.
 
         A DTensor provides its local shard, and an expanded tensor its one true element: writing to
         the result changes the training. Optimizer state is included once it exists.
@@ -274,22 +274,23 @@ class TrainingState:
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
+        """Return the device of the parameters, from which snapshots are copied."""
         return next((p.device for p in self._params.values()), torch.device("cpu"))
 
     def bytes_when_warm(self) -> int:
-        """Return the size of all tensors, with an estimate for missing optimizer state."""
+        """Return the size of a snapshot's tensors, with an estimate for missing optimizer state."""
         return sum(self._sizes_when_warm().values())
 
     def num_tensors_when_warm(self) -> int:
-        """Return an upper bound of the number of tensors, with optimizer state."""
+        """Return an upper bound of the number of tensors in a snapshot, with optimizer state."""
         return len(self._sizes_when_warm()) + 4 * len(self._params)
 
     def replica_bytes_when_warm(self, is_replica: Callable[[str], bool]) -> int:
-        """Return the part of that size that is replicas."""
+        """Return the part of a snapshot's estimated size that is replicas."""
         return sum(size for key, size in self._sizes_when_warm().items() if is_replica(key))
 
     def _sizes_when_warm(self) -> dict[str, int]:
+        """Return a snapshot's bytes by tensor, with an estimate for missing optimizer state."""
         sizes = {key: t.numel() * t.element_size() for key, t in self.tensors().items()}
         for i, optimizer in enumerate(self._optimizers):
             if optimizer.state:
@@ -321,21 +322,13 @@ class TrainingState:
                 del self._finite_at_start[key]
 
     def is_trained(self, key: str) -> bool:
-        """Return whether the tensor is a trained parameter or optimizer state."""
+        """Return whether a snapshot's tensor is a trained parameter or optimizer state."""
         return key.startswith("optim.") or key in self._trained
 
     def accept(self, keys: Iterable[str]) -> None:
-        """Stop requiring finite values in these tensors, except for trained ones."""
+        """Stop requiring finite values in these tensors of a snapshot, except for trained ones."""
         for key in keys:
             self._finite_at_start.pop(key, None)
-
-    def nonfinite_count(self) -> Tensor:
-        """Return the number of non-finite tensors, on the device and without waiting for it.
-
-        It counts tensors that must be finite; 0.0 means that the state is valid.
-        """
-        checked = [t for k, t in self.tensors().items() if self.must_be_finite(k)]
-        return optimizer_state.nonfinite_count(checked, self.device)
 
     def nonfinite(self) -> list[str]:
         """Return the names of all tensors with a NaN or Inf; waits for the device."""
@@ -345,7 +338,7 @@ class TrainingState:
 
     @torch.no_grad()
     def conform(self, saved: Mapping[str, TensorSpec], host: HostState) -> None:
-        """Make live tensors match a checkpoint's shapes and types, before ``write``.
+        """Make live tensors match the shapes and types of a state to restore, before ``write``.
 
         Optimizer state that was absent starts again: zeroed in place if the optimizer is known to
         start from zeros, otherwise removed so that the optimizer creates it as in a new run. State
@@ -375,7 +368,7 @@ class TrainingState:
 
     @torch.no_grad()
     def write(self, saved: Mapping[str, Tensor]) -> None:
-        """Copy tensors into the live ones of the same name, after ``conform``."""
+        """Restore tensors: copy them into the live ones of the same name, after ``conform``."""
         live = self.tensors()
         for key, tensor in saved.items():
             live[key].copy_(tensor, non_blocking=True)
@@ -404,7 +397,7 @@ class TrainingState:
     # ------------------------------------------------------------------------------- the parts
 
     def _named_params(self, i: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield an optimizer's parameters; one that is not in the model gets a name here."""
+        """Yield an optimizer's parameters to snapshot; one outside the model gets a name here."""
         for group in self._optimizers[i].param_groups:
             for param in group["params"]:
                 if id(param) not in self._names:
@@ -421,6 +414,7 @@ class TrainingState:
                     yield f"optim.{i}.{param_name}.{name}", i, state, name
 
     def _moment_scalars(self, i: int) -> dict[str, dict[str, Any]]:
+        """Return an optimizer's state other than tensors, by parameter, for a snapshot."""
         scalars = {}
         for param_name, param in self._named_params(i):
             state = self._optimizers[i].state.get(param, {})
@@ -430,6 +424,7 @@ class TrainingState:
         return scalars
 
     def _load_moment_scalars(self, i: int, saved: dict[str, dict[str, Any]]) -> None:
+        """Restore an optimizer's state other than tensors; a newer counter becomes 0."""
         state = self._optimizers[i].state
         for param_name, param in self._named_params(i):
             scalars = saved.get(param_name, {})
@@ -440,6 +435,7 @@ class TrainingState:
                 state[param].update(scalars)
 
     def _create_moment(self, key: str, spec: TensorSpec) -> None:
+        """Create optimizer state that a restore will fill and that the optimizer lacks."""
         i, rest = key.removeprefix("optim.").split(".", 1)
         param_name, name = rest.rsplit(".", 1)
         optimizer, param = self._optimizers[int(i)], self._params[param_name]
@@ -451,6 +447,7 @@ class TrainingState:
         )
 
     def _scaler_tensors(self) -> dict[str, Tensor]:
+        """Return the gradient scaler's tensors for a snapshot; empty without them."""
         if self._scaler is None or self._scaler._scale is None:
             return {}
         tracker = self._scaler._growth_tracker
@@ -458,6 +455,7 @@ class TrainingState:
         return {"scaler.scale": self._scaler._scale, "scaler.growth_tracker": tracker}
 
     def _scaler_scalars(self) -> dict[str, Any]:
+        """Return the gradient scaler's settings for a snapshot; empty without a scaler."""
         names = ("_init_scale", "_init_growth_tracker", "_growth_factor", "_backoff_factor")
         if self._scaler is None:
             return {}
@@ -466,6 +464,7 @@ class TrainingState:
         }
 
     def _load_scaler_scalars(self, saved: dict[str, Any]) -> None:
+        """Restore the gradient scaler's settings, and its initial scale if none was saved."""
         if self._scaler is None or not saved:
             return
         self._scaler._per_optimizer_states.clear()  # discard a step in progress
@@ -480,32 +479,35 @@ class TrainingState:
     def _check_fit(
         self, saved: Mapping[str, TensorSpec], live: Mapping[str, Tensor], host: HostState
     ) -> None:
+        """Raise if the saved state cannot be restored into this training."""
         lazy = ("optim.", "scaler.")
         param_names = {
             name for i in range(len(self._optimizers)) for name, _ in self._named_params(i)
         }
         for key in [*saved, *live]:
             if key in saved and key in live and saved[key] != TensorSpec.of(live[key]):
-                _raise_mismatch(
+                raise mismatch_error(
                     f"{key} was saved as {saved[key]}; it is {TensorSpec.of(live[key])} now"
                 )
             if key not in saved and not key.startswith(lazy):
-                _raise_mismatch(f"{key} is not in the checkpoint")
+                raise mismatch_error(f"{key} is not in the checkpoint")
             if key not in live and not key.startswith(lazy):
-                _raise_mismatch(f"{key} is in the checkpoint and nowhere in this training")
+                raise mismatch_error(f"{key} is in the checkpoint and nowhere in this training")
             owner = key.split(".", 2)[2].rsplit(".", 1)[0] if key.startswith("optim.") else ""
             if owner and owner not in param_names:
-                _raise_mismatch(f"{key} belongs to a parameter that no optimizer has now")
+                raise mismatch_error(f"{key} belongs to a parameter that no optimizer has now")
         groups = [len(o.param_groups) for o in self._optimizers]
         if [len(g) for g in host["groups"]] != groups:
-            _raise_mismatch("the optimizers have other parameter groups than the checkpoint's")
+            raise mismatch_error("the optimizers have other parameter groups than the checkpoint's")
         if len(host["schedulers"]) != len(self._schedulers):
-            _raise_mismatch(
+            raise mismatch_error(
                 f"{len(host['schedulers'])} schedulers were saved; {len(self._schedulers)} now"
             )
         ours = {n for n, s in self._extra.items() if not isinstance(s, nn.Module)}
         if set(host["extra"]) != ours:
-            _raise_mismatch(f"state registered then: {sorted(host['extra'])}; now: {sorted(ours)}")
+            raise mismatch_error(
+                f"state registered then: {sorted(host['extra'])}; now: {sorted(ours)}"
+            )
 
 
 class StateCheck:
@@ -542,7 +544,7 @@ class StateCheck:
 
     def _others(self) -> dict[str, Tensor]:
         """Return buffers, and parameters that no optimizer has."""
-        trained = {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}
+        trained = set(map(id, optimizer_state.params_of(self._optimizers)))
         named = {f"buffer.{clean_name(n)}": b for n, b in self._model.named_buffers()}
         for name, param in self._model.named_parameters():
             if id(param) not in trained:
@@ -554,7 +556,7 @@ class StateCheck:
         others = self._others().items()
         live = {k: t for k, t in others if self._finite_at_start.get(k) == TensorSpec.of(t)}
         for i, optimizer in enumerate(self._optimizers):
-            for number, param in enumerate(p for g in optimizer.param_groups for p in g["params"]):
+            for number, param in enumerate(optimizer_state.params_of([optimizer])):
                 name = self._names.get(id(param), f"unnamed.{number}")
                 parts = {f"model.{name}": param}
                 state = optimizer.state.get(param)
@@ -567,12 +569,12 @@ class StateCheck:
 
 
 def _is_readable(value: object) -> bool:
-    """Return whether a value is a tensor that can be checked for NaN and Inf."""
+    """Return whether a value is a training state's tensor that can be checked for NaN and Inf."""
     return isinstance(value, Tensor) and optimizer_state.is_dense(value) and not value.is_meta
 
 
 def _nonfinite_in(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of tensors with a NaN or Inf; waits for the device."""
+    """Return the names of the training state's tensors with a NaN or Inf; waits for the device."""
     return [k for k, t in tensors.items() if optimizer_state.nonfinite_count([t], t.device).item()]
 
 
@@ -590,7 +592,7 @@ def _held_as_weights(
 
 
 def _averaged(key: str, names: Collection[str], prefix: str = "") -> str:
-    """Return the name of an average's parameter."""
+    """Return the name of the parameter whose average is in the training state."""
     name = clean_name(key)
     while prefix + name not in names and name.startswith("module."):
         name = name.removeprefix("module.")
@@ -598,7 +600,7 @@ def _averaged(key: str, names: Collection[str], prefix: str = "") -> str:
 
 
 def _dtensor_replica_ranks(param: Any) -> tuple[int, ...]:
-    """Return the ranks that hold the same part of a DTensor as this one."""
+    """Return the ranks that hold the same replica of a DTensor's part as this one."""
     here, placements = param.device_mesh.get_coordinate(), param.placements
     if here is None or any(placement.is_partial() for placement in placements):
         return ()
@@ -608,7 +610,7 @@ def _dtensor_replica_ranks(param: Any) -> tuple[int, ...]:
 
 
 def _flat_holders(model: nn.Module) -> dict[int, tuple[int, ...]]:
-    """Return the ranks that hold the same as this one of each FSDP1 tensor, by its id."""
+    """Return ranks with the same replica as this one of each FSDP1 tensor, by its id."""
     holders: dict[int, tuple[int, ...]] = {}
     for module in model.modules():
         handle: Any = getattr(module, "_handle", None)
@@ -623,35 +625,37 @@ def _flat_holders(model: nn.Module) -> dict[int, tuple[int, ...]]:
     return holders
 
 
-def _raise_mismatch(text: str) -> None:
-    raise CheckpointError(
+def mismatch_error(text: str) -> CheckpointError:
+    """Return the error of a checkpoint that does not match the training."""
+    return CheckpointError(
         text, hint="restore with the same model, optimizers, schedulers and watch(state=...)"
     )
 
 
 def _inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers inside a wrapper, such as ZeroRedundancyOptimizer's local one."""
+    """Return optimizers in a wrapper to restore, such as ZeroRedundancyOptimizer's local one."""
     many = (v if isinstance(v, list | tuple) else (v,) for v in vars(optimizer).values())
     return [value for values in many for value in values if isinstance(value, Optimizer)]
 
 
 def _is_tensor(value: object) -> bool:
+    """Return whether a part of the training state is a tensor."""
     return isinstance(value, Tensor)
 
 
 def _scalar_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter group's settings that are not tensors."""
+    """Return a parameter group's settings to restore that are not tensors."""
     return {k: v for k, v in group.items() if k not in _IMPLEMENTATION and not _is_tensor(v)}
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's parameters and buffers, as parts of the saved state."""
+    """Yield a module's parameters and buffers, as parts of a snapshot."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
 def _dense_local_tensor(key: str, tensor: Tensor) -> Tensor:
-    """Return this rank's dense part of a live tensor; refuse other layouts."""
+    """Return this rank's dense part of a live tensor to restore; refuse other layouts."""
     is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta
     if is_plain and not tensor.is_nested and tensor.is_contiguous():
         # Most are, and hundreds are read per step: the code below takes twice as long.

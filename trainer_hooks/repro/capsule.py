@@ -65,7 +65,7 @@ class AttributeDict(dict[Any, Any]):
         )
 
     def to(self, *args: Any, **kwargs: Any) -> AttributeDict:
-        """Return a copy with tensors moved, as ``Tensor.to`` does."""
+        """Return a copy of a capsule's batch with tensors moved, as ``Tensor.to`` does."""
         return AttributeDict(map_tensors(dict(self), lambda tensor: tensor.to(*args, **kwargs)))
 
 
@@ -97,9 +97,11 @@ class _CapsuleArrays:
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes that these arrays need in the capsule."""
         return sum(array.nbytes + _ARRAY_OVERHEAD for array in self.arrays)
 
     def add(self, array: Any) -> int:
+        """Add an array to the capsule, and return its index; equal small ones share one."""
         # RNG states that nothing drew from are equal for all micro-batches.
         key = (f"{array.dtype}{array.shape}", array.tobytes() if array.nbytes < 8192 else b"")
         if not key[1] or key not in self._numbers:
@@ -109,7 +111,7 @@ class _CapsuleArrays:
 
 
 def write(file: BinaryIO, content: Content) -> None:
-    """Write a capsule: at most twice the bytes of its batches, plus about 16 KiB.
+    """Write a capsule of a bad step: at most twice its batches' bytes, plus about 16 KiB.
 
     May wait for a device that holds the batches.
     """
@@ -130,7 +132,7 @@ def write(file: BinaryIO, content: Content) -> None:
 def _batch_trees(
     batches: Sequence[Any], arrays: _CapsuleArrays, facts: dict[str, Any]
 ) -> tuple[list[Tree], int]:
-    """Return the trees and bytes of the batches; none if refused, with the reason in ``facts``."""
+    """Return trees and bytes of a capsule's batches; none if refused: ``facts`` has the reason."""
     num_bytes = _num_batch_bytes(list(batches))
     if num_bytes > MAX_BATCH_BYTES:
         facts["why_no_batch"] = f"it has {num_bytes:,} bytes; at most {MAX_BATCH_BYTES:,} are kept"
@@ -143,7 +145,7 @@ def _batch_trees(
 
 
 def _encode_fitting_rows(batch: Any, arrays: _CapsuleArrays, room: int) -> Tree | None:
-    """Return the tree of the first rows of a batch that fit; None if none does."""
+    """Return the tree of a batch's first rows that fit into a capsule; None if none does."""
     num_rows = rows_in(batch)
     num_bytes = _num_batch_bytes(batch)
     fitting = num_rows * max(0, room - 8 * _ARRAY_OVERHEAD) // max(1, num_bytes)
@@ -156,7 +158,7 @@ def _encode_fitting_rows(batch: Any, arrays: _CapsuleArrays, room: int) -> Tree 
 
 
 def _encode_tree(value: Any, arrays: _CapsuleArrays) -> Tree:
-    """Return a batch as a tree of plain values, its tensors among the arrays."""
+    """Return a capsule's batch as a tree of plain values, its tensors among the arrays."""
     numpy = sys.modules["numpy"]
     if isinstance(value, Tensor):
         plain, dtype = _host_copy(value)
@@ -183,7 +185,7 @@ def _encode_tree(value: Any, arrays: _CapsuleArrays) -> Tree:
 
 
 def _host_copy(tensor: Tensor) -> tuple[Any, str]:
-    """Return the tensor as an array; the raw bits if numpy lacks the dtype."""
+    """Return a capsule's tensor as an array; the raw bits if numpy lacks the dtype."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise NotPlainError("the batch holds a tensor that is not dense")
     plain = tensor.detach().cpu().contiguous()
@@ -233,13 +235,13 @@ class Capsule:
 
     @property
     def loss(self) -> float:
-        """Local loss of the rank; NaN if the loop passed none."""
+        """Return the rank's local loss of the stored step; NaN if the loop passed none."""
         loss = self.facts.get("loss")
         return math.nan if loss is None else loss
 
 
 def read(file: CapsuleFile) -> Capsule:
-    """Read a capsule.
+    """Read a capsule, the stored bad step.
 
     Raises:
         FormatError: the file is damaged, not a capsule, or this version of Vitals is too old for
@@ -329,7 +331,7 @@ def _decode_rng(tree: Tree, arrays: Sequence[Any]) -> dict[str, Any]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a batch."""
+    """Yield the tensors of a capsule's batch."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -341,19 +343,24 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return the batch with ``function`` applied to each tensor."""
+    """Return a capsule's batch with ``function`` applied to each tensor."""
     if isinstance(value, Tensor):
         return function(value)
+    return _map_entries(value, lambda each: map_tensors(each, function))
+
+
+def _map_entries(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a container with ``function`` applied to each entry; other values unchanged."""
     if isinstance(value, Mapping):
-        return _like(value, {key: map_tensors(each, function) for key, each in value.items()})
+        return _like(value, {key: function(each) for key, each in value.items()})
     if isinstance(value, tuple):
-        parts = [map_tensors(each, function) for each in value]
+        parts = [function(each) for each in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return [map_tensors(each, function) for each in value] if isinstance(value, list) else value
+    return [function(each) for each in value] if isinstance(value, list) else value
 
 
 def _like(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
-    """Return the entries in a mapping of the same class, if it can be copied and modified."""
+    """Return a capsule's entries in a mapping of its class, if it can be copied and modified."""
     if type(mapping) is dict:
         return entries
     try:
@@ -366,32 +373,27 @@ def _like(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
 
 
 def _num_batch_bytes(value: Any) -> int:
+    """Return the bytes of the tensors in a capsule's batch."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
 
 
 def rows_in(batch: Any) -> int:
-    """Return the number of samples, from the first dimension of most tensors; 0 if unknown."""
+    """Return a capsule batch's number of samples: most tensors' first dimension; 0 if unknown."""
     sizes = [len(tensor) for tensor in tensors_in(batch) if tensor.dim()]
     return max(set(sizes), key=sizes.count) if sizes else 0
 
 
 def take_rows(batch: Any, rows: Sequence[int]) -> Any:
-    """Return a batch of the given samples: selects rows of tensors and lists with one row each."""
+    """Return a capsule's batch of these samples: rows of tensors and lists with one row each."""
     count = rows_in(batch)
 
     def take(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value[list(rows)] if value.dim() and len(value) == count else value
-        if isinstance(value, Mapping):
-            return _like(value, {key: take(each) for key, each in value.items()})
-        if isinstance(value, tuple):
-            parts = [take(each) for each in value]
-            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-        if isinstance(value, list):
-            if len(value) == count and not any(isinstance(each, Tensor) for each in value):
-                return [value[row] for row in rows]
-            return [take(each) for each in value]
-        return value
+        is_per_row = isinstance(value, list) and len(value) == count
+        if is_per_row and not any(isinstance(each, Tensor) for each in value):
+            return [value[row] for row in rows]
+        return _map_entries(value, take)
 
     return take(batch)
 
@@ -409,7 +411,7 @@ class AutocastSetting:
 
     @classmethod
     def now(cls, device: str) -> AutocastSetting:
-        """Return the setting of this thread."""
+        """Return this thread's setting, for a repro capsule."""
         if not torch.is_autocast_enabled(device):
             return cls(device, "")
         return cls(device, str(torch.get_autocast_dtype(device)).removeprefix("torch."))
@@ -430,7 +432,7 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def state_facts(state: StateCheck) -> dict[str, Any]:
-    """Return non-finite tensors of the state, and the largest values. Waits for the device.
+    """Return a capsule's facts: non-finite tensors, and largest values. Waits for the device.
 
     A negative second moment counts as non-finite, because its root is NaN.
     """
@@ -456,7 +458,7 @@ def state_facts(state: StateCheck) -> dict[str, Any]:
 
 
 def is_second_moment(name: str) -> bool:
-    """Return whether an optimizer tensor contains squares."""
+    """Return whether an optimizer tensor of a bad step contains squares."""
     return name.startswith("optim.") and name.rpartition(".")[2] in _SQUARES
 
 
@@ -481,7 +483,7 @@ class CapsuleContext:
         """Setting at the last call of the model; None if unknown."""
 
     def open(self) -> None:
-        """Register the forward hooks."""
+        """Register forward hooks that record the autocast setting for repro capsules."""
         models = self._model.values() if isinstance(self._model, NamedModels) else (self._model,)
         for model in models if not self._handles else ():
             inner = getattr(model, "_orig_mod", model)
@@ -491,21 +493,22 @@ class CapsuleContext:
                 self._handles.append(model.register_forward_pre_hook(hook))
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks that recorded settings for repro capsules."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def _record_autocast(self, *_: object) -> None:
+        """Record the autocast setting of a forward for a repro capsule."""
         self.autocast = AutocastSetting.now(self._device.type)
 
     def loss_scale(self) -> Tensor | None:
-        """Return the loss scale of the step, without waiting for it; None if there is none."""
+        """Return the step's loss scale for a capsule, without waiting; None if there is none."""
         scale = None if self._scaler is None else getattr(self._scaler, "_scale", None)
         return scale.detach().clone() if isinstance(scale, Tensor) else None
 
     def describe_state(self) -> dict[str, Any]:
-        """Return the versions of the software, and the names of the tensors that are not finite.
+        """Return software versions and the names of non-finite tensors for a repro capsule.
 
         Waits for the device.
         """

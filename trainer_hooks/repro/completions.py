@@ -28,7 +28,7 @@ _CLOSE_SECONDS = 2.0
 
 
 class CompletionRing:
-    """At most three completions of each of the latest steps: lowest, median and highest reward.
+    """Keeps three completions of each of the latest steps: lowest, median and highest reward.
 
     Any thread may add some, because rewards are often computed in several. A forked child keeps
     none: another thread may have held the lock when it was forked.
@@ -54,7 +54,7 @@ class CompletionRing:
         step: int,
         attempt: int,
     ) -> None:
-        """Add the completions of a step; several calls for one step count together.
+        """Add the completions of a post-training step; several calls for one step count together.
 
         Raises:
             UsageError: an argument is not a sequence, the lengths differ, or a reward is not a
@@ -78,7 +78,7 @@ class CompletionRing:
                 self.num_bytes -= sum(map(_size, dropped))
 
     def find(self, finding: Finding, attempt: int) -> StoredCompletions | None:
-        """Return the completions of the finding's first step that has any; otherwise the latest."""
+        """Return the completions of the first step from a finding's onset; otherwise the latest."""
         with self._lock:
             by_step = {step: texts for (of, step), texts in self._steps.items() if of == attempt}
         if not by_step:
@@ -95,7 +95,7 @@ class CompletionRing:
 
 
 def choose_three(rewards: Sequence[float]) -> list[int]:
-    """Return the indices of the lowest, the median and the highest reward; NaN counts as lowest."""
+    """Choose the completions of lowest, median and highest reward, by index; NaN is lowest."""
     order = sorted(
         range(len(rewards)),
         key=lambda i: -math.inf if math.isnan(rewards[i]) else rewards[i],
@@ -104,7 +104,7 @@ def choose_three(rewards: Sequence[float]) -> list[int]:
 
 
 def _check_lengths(*arguments: object) -> None:
-    """Refuse arguments that are not sequences of equal length.
+    """Refuse arguments of ``observe_samples`` that are not sequences of equal length.
 
     Raises:
         UsageError: they are not.
@@ -125,7 +125,7 @@ def _check_lengths(*arguments: object) -> None:
 
 
 def _to_number(reward: float | None) -> float:
-    """Return a reward as a number; None, with which TRL marks a missing one, is NaN.
+    """Return a completion's reward as a number; None, which TRL gives without one, is NaN.
 
     Raises:
         UsageError: it is not a number. The message has no value, which may be a completion.
@@ -147,7 +147,7 @@ def _size(sample: Completion) -> int:
 
 
 class CompletionWriter:
-    """Writes each file in a separate thread, because the loop must not wait for a disk.
+    """Writes files of completions in threads, because the loop must not wait for a disk.
 
     Args:
         run_dir: directory of the run.
@@ -165,7 +165,7 @@ class CompletionWriter:
         self._pid = os.getpid()
 
     def write(self, stored: StoredCompletions) -> None:
-        """Start to write a file."""
+        """Start to write a file of completions to the run directory."""
         thread = threading.Thread(
             target=self._write, args=(stored,), name="vitals-completions", daemon=True
         )
@@ -173,12 +173,13 @@ class CompletionWriter:
         self._threads = [*(t for t in self._threads if t.is_alive()), thread]
 
     def _write(self, stored: StoredCompletions) -> None:
+        """Write a file of completions, in its thread; a full disk is counted, not raised."""
         with self._faults.fail_open("completions.write"), self._lock:
             store_completions(self._run_dir, stored)
             self._on_stored(stored)
 
     def close(self) -> None:
-        """Wait up to 2 seconds for the files; not in a forked child."""
+        """Wait up to 2 seconds for the files of completions; not in a forked child."""
         if os.getpid() != self._pid:
             return
         until = time.monotonic() + _CLOSE_SECONDS

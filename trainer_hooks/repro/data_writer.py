@@ -60,7 +60,7 @@ class DataWriter:
         self._pid = os.getpid()
 
     def enqueue(self, what: StepSamples | BadStep) -> bool:
-        """Queue an item to be written; return False if the queue is full or closed."""
+        """Queue a repro capsule or sample ids; return False if the queue is full or closed."""
         most = _MOST_BATCHES if isinstance(what, BadStep) else _MOST_LINES
         if self._closing or os.getpid() != self._pid:  # a forked child has no such thread
             return False
@@ -76,7 +76,7 @@ class DataWriter:
         return True
 
     def close(self) -> None:
-        """Stop accepting items, and wait up to 2 seconds for queued ones to be written."""
+        """Accept no more capsules or ids; wait up to 2 seconds for queued ones to be written."""
         with self._changed:
             self._closing = True
             self._changed.notify()

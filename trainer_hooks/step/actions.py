@@ -31,18 +31,13 @@ from trainvitals.records import (
 def carry_out(
     run: RunContext, judgement: Judgement, *, now_step: int, window: BatchWindow | None = None
 ) -> Restored | None:
-    """Carry out a judgement; return the restored state if it was a rollback.
+    """Carry out a step's judgement; return the restored state if it was a rollback.
 
-    The plan journal is written before the action, so that a relaunch finds the intended action
-    and no command is applied twice. The response to a command is written after it. A skip on
-    its own is not written: it must not wait for a disk, and because a relaunch is a new
-    attempt, entries of the decision log stay distinct.
-
-    Args:
-        run: the run on this rank.
-        judgement: judgement of one step.
-        now_step: the step in whose call this happens.
-        window: the data that a rollback skips.
+    The plan journal is written before the action, so that a relaunch finds the intended action and
+    no command is applied twice. The response to a command is written after it. A skip on its own is
+    not written: it must not wait for a disk, and because a relaunch is a new attempt, entries of
+    the decision log stay distinct. ``now_step`` is the step in whose call this happens. A rollback
+    skips the data in ``window``.
 
     Raises:
         TrainingHalted: the decision is a halt.
@@ -63,7 +58,8 @@ def carry_out(
     if run.terminal is not None and (decision is not None or run.terminal.in_row):
         _report_action(run, decision, restored)
     if judgement.order is not None:
-        run.features.on_command(judgement.order, now_step=now_step)
+        for feature in run.features:
+            feature.on_command(judgement.order, now_step=now_step)
     if ack is not None:
         acknowledged = CommandAcknowledged(ack=ack)
         run.emitter.run_event(acknowledged, step=now_step, attempt=run.attempt)
@@ -97,19 +93,13 @@ def carry_out_at_end(run: RunContext, judgement: Judgement) -> None:
 
 
 def run_between_steps(run: RunContext, step: int, device: torch.device) -> None:
-    """Let the features work between two steps. Collective.
-
-    Args:
-        run: the run on this rank.
-        step: the latest completed step.
-        device: device of the group's tensors.
-    """
+    """Let the features work after ``step``, the latest completed one. Collective."""
     for judgement in run.features.run_between_steps(step, device):
         carry_out(run, judgement, now_step=step)
 
 
 def _report_action(run: RunContext, decision: Decision | None, restored: Restored | None) -> None:
-    """Report the action at the terminal; before a halt, because its error may be caught."""
+    """Report a step's action at the terminal; before a halt, because its error may be caught."""
     if decision is not None and restored is not None:
         decision = replace(decision, rollback_to_step=restored.step)
     if run.terminal is not None:
@@ -118,7 +108,7 @@ def _report_action(run: RunContext, decision: Decision | None, restored: Restore
 
 
 def _roll_back(run: RunContext, decision: Decision) -> Restored:
-    """Restore the decision's checkpoint and start its attempt."""
+    """Restore the checkpoint of a step's decision and start its attempt."""
     assert run.recovery is not None, "only a run with checkpoints rolls back"
     try:
         restored = run.recovery.roll_back(decision)
@@ -147,7 +137,7 @@ def _roll_back(run: RunContext, decision: Decision) -> Restored:
 
 
 def _halt(run: RunContext, decision: Decision) -> NoReturn:
-    """Write the durable marker first: torchrun restarts a rank whatever its exit code."""
+    """Halt at a step, with the durable marker first: torchrun restarts ranks at any exit code."""
     halted = TrainingHalted(
         f"halted by Vitals at step {decision.step}: {decision.reason}",
         hint=f"`vitals why {run.run_dir.run_id} {decision.step}` explains; "
@@ -171,7 +161,7 @@ def _halt(run: RunContext, decision: Decision) -> NoReturn:
 def start_branch(
     run: RunContext, attempt: AttemptStarted, detectors: dict[str, Any] | None
 ) -> None:
-    """Start an attempt at the start of the loop, and write it to the plan journal."""
+    """Start an attempt before the loop's first step, and write it to the plan journal."""
     branch = Branch(attempt.id, attempt.parent, attempt.fork_step)
     begin_attempt(run, attempt, detectors)
     run.plan.add(run.judge.facts, branch=branch)
@@ -180,9 +170,10 @@ def start_branch(
 def begin_attempt(
     run: RunContext, attempt: AttemptStarted, detectors: dict[str, Any] | None
 ) -> None:
-    """Continue as a new attempt, with the detectors of its start state."""
+    """Continue with the steps of a new attempt, with the detectors of its start state."""
     run.attempt = attempt.id
-    run.features.on_attempt(attempt)
+    for feature in run.features:
+        feature.on_attempt(attempt)
     run.judge.rolled_back(detector_state=detectors, attempt=attempt.id, step=attempt.fork_step)
     run.checks_parameters = False
 
@@ -207,7 +198,7 @@ def resume(
 
 
 def snapshot_meta(run: RunContext, data: DataState | None) -> Meta:
-    """Return the data of a snapshot except tensors. The policy's facts are not included."""
+    """Return the data of a snapshot after a step, except tensors and the policy's facts."""
     return {
         "judge": run.judge.detector_state(),
         "tokens_seen": run.log.tokens.seen,
@@ -218,12 +209,12 @@ def snapshot_meta(run: RunContext, data: DataState | None) -> Meta:
 
 
 def take_meta(run: RunContext, meta: Meta, *, step: int) -> None:
-    """Restore the counters of a snapshot before ``step``; consumed tokens stay counted."""
+    """Restore the snapshot's counters before ``step`` of the loop; consumed tokens stay counted."""
     tokens = TokenCount(int(meta["tokens_seen"]), int(meta["tokens_trained"]))
     run.log.tokens.restore_counts(tokens)
     run.features.load_state_dict(meta, step=step)
 
 
 def _branch_of(decision: Decision, fork_step: int) -> Branch:
-    """Return the branch that a rollback starts, for the plan journal."""
+    """Return the branch that a step's rollback starts, for the plan journal."""
     return Branch(decision.new_attempt, decision.attempt, fork_step)

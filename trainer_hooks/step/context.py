@@ -44,7 +44,6 @@ class RunContext:
     judge: Judge
     emitter: Emitter
     log: StepLog
-    """Writes the rows of judged steps."""
     run_dir: RunDir
     plan: PlanJournal
     faults: FaultCounter
@@ -58,9 +57,7 @@ class RunContext:
     features: StepFeatures
     """The run's features; complete once all of them are built."""
     times: StepClock
-    """Parts of the step's time."""
     attempt: int
-    """Id of the current attempt."""
     first_step: int = -1
     """First step of this start, until it was judged: it must have gradients."""
     last_step: int = -1
@@ -79,7 +76,7 @@ class RunContext:
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this is global rank 0."""
+        """Return whether this is global rank 0, for a step and its features."""
         return self.ranks.rank == 0
 
     def judged_step(self, step: ReturnedStep, judgement: Judgement) -> None:
@@ -92,13 +89,13 @@ class RunContext:
         )
 
     def warn(self, code: str, text: str, *, step: int) -> None:
-        """Report a likely mistake once, in rank 0's log and among the run's events."""
+        """Report a likely mistake at a step once, in rank 0's log and among the run's events."""
         if self.is_rank0:
             _LOG.warning("vitals: %s", text)
             self.emitter.note(code, text, "warning", step=step, attempt=self.attempt)
 
     def note_of_rank(self, code: str, text: str, *, step: int) -> None:
-        """Write a note to this rank's events, for information that only this rank has."""
+        """Write a note on a step to this rank's events, for information that only it has."""
         note = Note(code=code, text=text, severity="warning")
         self.emitter.event(note, step=step, attempt=self.attempt)
 
@@ -118,7 +115,7 @@ class RunContext:
             _LOG.warning("vitals: NOT GUARDED: %s", text)
 
     def report_no_clip(self) -> None:
-        """Report once, before anything has gone wrong, that the loop does not clip gradients."""
+        """Report once, before any step has gone wrong, that the loop does not clip gradients."""
         if self.mode != "observe":
             text = (
                 "this loop does not clip gradients, so one outlier can move the weights far; "
@@ -132,7 +129,7 @@ class RunContext:
                 self.terminal.hint(text)
 
     def report_unprotected(self, judgement: Judgement) -> None:
-        """Report lost protection at the terminal, unless the decision is a rollback."""
+        """Report a step's lost protection at the terminal, unless the decision is a rollback."""
         decision = judgement.decision
         rules = ("nonfinite_state", "replica_corrupted")
         if self.terminal is None or (decision is not None and decision.rule in rules):

@@ -84,12 +84,12 @@ class ReturnedStep(msgspec.Struct):
 
     @property
     def step(self) -> int:
-        """Index of the step."""
+        """Return the index of the step whose numbers have returned."""
         return self.measured.step
 
     @property
     def attempt(self) -> int:
-        """Attempt of the step."""
+        """Return the attempt of the step whose numbers have returned."""
         return self.measured.attempt
 
 
@@ -123,7 +123,7 @@ class StepFeature:
 
     @property
     def idle_hooks(self) -> tuple[str, ...]:
-        """Names of overridden hooks that have nothing to do in this run, so no step calls them."""
+        """Return names of overridden hooks with no work in this run, so that no step calls them."""
         return ()
 
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
@@ -142,7 +142,7 @@ class StepFeature:
         return {}
 
     def before_update(self) -> None:
-        """Make the coming update wait, on the device, for what still reads the state."""
+        """Make a step's update wait, on the device, for what still reads the state."""
 
     def complete(self, step: ReturnedStep) -> None:
         """Add to ``step.record`` what the ranks know together; may be collective, and may raise."""
@@ -164,7 +164,7 @@ class StepFeature:
         """Do the work at the end of a judged step, after its row and findings are written."""
 
     def own_command(self) -> Command | None:
-        """Return a command that the run orders itself; on rank 0, if no operator's is waiting."""
+        """Return a command the run orders in a step itself; on rank 0, if no operator's waits."""
         return None
 
     def on_command(self, command: Proposal, *, now_step: int) -> None:
@@ -172,7 +172,7 @@ class StepFeature:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether ``run_between_steps`` has anything to do; equal on all ranks or local."""
+        """Return whether ``run_between_steps`` has work; equal on all ranks or local."""
         return False
 
     def run_between_steps(self, step: int, device: torch.device) -> Iterable[Judgement]:
@@ -203,21 +203,21 @@ class StepFeature:
         """Drop what depends on the state after ``next_step``: an earlier one was restored."""
 
     def state_dict(self) -> Any:
-        """Return the state as plain values, equal on all ranks."""
+        """Return the state that a step's feature saves as plain values, equal on all ranks."""
         return None
 
     def load_state_dict(self, state: Any, *, step: int) -> None:
-        """Continue from a state before ``step``; None: the snapshot has no such state."""
+        """Continue a feature from a state before ``step``; None: the snapshot has no such state."""
 
     @classmethod
     def check_state(cls, state: Any) -> None:
-        """Raise any error if ``load_state_dict`` could not use a resumable state."""
+        """Raise any error if ``load_state_dict`` could not use the feature's resumable state."""
 
     def stop_collectives(self) -> None:
-        """Enter no collective from now on: the loop ends, and other ranks may be gone."""
+        """Enter no collective after this step: the loop ends, and other ranks may be gone."""
 
     def close(self) -> None:
-        """Finish when the loop ends. Enters no collective: other ranks may be gone."""
+        """Finish after the loop's last step. Enters no collective: other ranks may be gone."""
 
 
 class StepFeatures:
@@ -233,7 +233,7 @@ class StepFeatures:
         self._by_name: dict[str, StepFeature] = {}
 
     def build(self, run: RunContext) -> None:
-        """Build the features that the run uses. Collective."""
+        """Build the features that the run's steps use. Collective."""
         for kind in self._kinds:
             feature = kind.make(run)
             if feature is not None:
@@ -269,7 +269,7 @@ class StepFeatures:
         return iter(self._features)
 
     def get(self, kind: type[Feature]) -> Feature | None:
-        """Return the run's feature of this class; None if the run does not use it."""
+        """Return the feature of this class for the run's steps; None if the run does not use it."""
         return cast(Feature | None, self._by_name.get(kind.__qualname__))
 
     def __getitem__(self, kind: type[Feature]) -> Feature:
@@ -291,14 +291,14 @@ class StepFeatures:
         return values
 
     def contribute_always(self, step: OutgoingStep) -> dict[str, float]:
-        """Return the values that are also sent if the preparation failed."""
+        """Return the features' values that are also sent if the preparation failed."""
         values: dict[str, float] = {}
         for hook in self._contribute_always:
             values |= hook(step)
         return values
 
     def before_update(self) -> None:
-        """Make the coming update wait on the device."""
+        """Make the step's update wait on the device, for all features."""
         for hook in self._before_update:
             hook()
 
@@ -308,7 +308,7 @@ class StepFeatures:
             hook(step)
 
     def on_reduced(self, step: ReturnedStep) -> None:
-        """Apply what all ranks reported with a step."""
+        """Let all features apply what all ranks reported with a step."""
         for hook in self._on_reduced:
             hook(step)
 
@@ -319,7 +319,7 @@ class StepFeatures:
         return judgement
 
     def on_judged(self, step: ReturnedStep, judgement: Judgement) -> None:
-        """Pass on the final judgement of a step."""
+        """Pass on the final judgement of a step to all features."""
         for hook in self._on_judged:
             hook(step, judgement)
 
@@ -329,26 +329,21 @@ class StepFeatures:
             hook(step)
 
     def on_step_done(self, step: ReturnedStep) -> None:
-        """Work at the end of a judged step."""
+        """Let all features work at the end of a judged step."""
         for hook in self._on_step_done:
             hook(step)
 
     def own_command(self) -> Command | None:
-        """Return the first command that the run orders itself."""
+        """Return the first command that a feature orders itself for a step."""
         for hook in self._own_command:
             command: Command | None = hook()
             if command is not None:
                 return command
         return None
 
-    def on_command(self, command: Proposal, *, now_step: int) -> None:
-        """Start the action of a command."""
-        for feature in self._features:
-            feature.on_command(command, now_step=now_step)
-
     @property
     def has_pending_work(self) -> bool:
-        """Whether a feature has work between two steps."""
+        """Return whether a feature has work between two steps."""
         # Not any(...): a generator costs each step more than the two properties.
         for feature in self._between_steps:  # noqa: SIM110
             if feature.has_pending_work:
@@ -360,53 +355,24 @@ class StepFeatures:
         for feature in self._between_steps:
             yield from feature.run_between_steps(step, device)
 
-    def on_change_expected(self, num_steps: int) -> None:
-        """Call ``on_change_expected`` of all features."""
-        for feature in self._features:
-            feature.on_change_expected(num_steps)
-
-    def on_second_start(self) -> str:
-        """Return the end of the warning about a second start without a state."""
-        return "".join(feature.on_second_start() for feature in self._features)
-
-    def on_attempt(self, attempt: AttemptStarted) -> None:
-        """Call ``on_attempt`` of all features."""
-        for feature in self._features:
-            feature.on_attempt(attempt)
-
-    def on_restored(self, next_step: int) -> None:
-        """Drop what depends on a state that was replaced."""
-        for feature in self._features:
-            feature.on_restored(next_step)
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the states by key, for a snapshot."""
+        """Return all features' states by key, for a snapshot."""
         states = {f.state_key: f.state_dict() for f in self._features if f.state_key}
         return self._no_states | states
 
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
-        """Continue from the states of a snapshot."""
+        """Continue all features from the states of a snapshot."""
         for feature in self._features:
             if feature.state_key:
                 feature.load_state_dict(state.get(feature.state_key), step=step)
 
     def resumable_state(self) -> dict[str, Any]:
-        """Return the states for a checkpoint of the loop itself."""
+        """Return the features' states for a checkpoint of the loop itself."""
         states = dict.fromkeys(self._resumable_keys)
         return states | {f.state_key: f.state_dict() for f in self._features if f.is_resumable}
 
     def resume(self, state: Mapping[str, Any], *, step: int) -> None:
-        """Continue from ``resumable_state``."""
+        """Continue the features from ``resumable_state``."""
         for feature in self._features:
             if feature.is_resumable:
                 feature.load_state_dict(state.get(feature.state_key), step=step)
-
-    def stop_collectives(self) -> None:
-        """Enter no collective from now on."""
-        for feature in self._features:
-            feature.stop_collectives()
-
-    def close(self) -> None:
-        """Close all features."""
-        for feature in self._features:
-            feature.close()

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_hooks.tensors.optimizer_state import params_of
+
 MAX_FRESH = 64
 """Most losses since the last backward that are kept separate; a loop gives one per backward."""
 
@@ -30,7 +32,7 @@ class _MicroLoss(NamedTuple):
 
     @property
     def may_count(self) -> bool:
-        """Whether the loss may have had its backward: unknown counts as yes."""
+        """Return whether a micro-batch's loss may have had its backward: yes if unknown."""
         return self.ran is None or bool(self.ran)
 
     def plus(self, other: _MicroLoss) -> _MicroLoss:
@@ -67,14 +69,7 @@ class MicroLosses:
         self._undo: list[Callable[[], None]] = []
 
     def add(self, loss: object, part: Tensor, weight: Tensor | float, *, is_weighted: bool) -> None:
-        """Add one micro-batch's loss.
-
-        Args:
-            loss: the loss as given by the loop.
-            part: the loss times its weight, without its graph.
-            weight: its weight.
-            is_weighted: whether the loop gave the weight.
-        """
+        """Add one micro-batch's loss; ``part`` is the loss times its weight, without its graph."""
         self.num_given += 1
         if not self._is_followed:
             self._follow()
@@ -94,14 +89,14 @@ class MicroLosses:
         self._fresh.append(_MicroLoss(part, weight, is_weighted, ran))
 
     def is_last(self, loss: object) -> bool:
-        """Return whether ``loss`` is the object that was added last."""
+        """Return whether ``loss`` is the micro-batch's object that was added last."""
         return loss is self._last()
 
     def __bool__(self) -> bool:
         return self._settled is not None or bool(self._fresh)
 
     def clear(self) -> None:
-        """Drop all losses: the step does not count."""
+        """Drop all micro-batches' losses: the step does not count."""
         self._settled, self._fresh, self._ran, self._own_ran = None, [], False, False
 
     def take(self) -> tuple[Tensor, Tensor | float, bool] | None:
@@ -126,19 +121,19 @@ class MicroLosses:
         return None if total is None else (total.part, total.weight, total.is_weighted)
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks that follow the micro-batches' backwards."""
         for undo in self._undo:
             undo()
         self._undo.clear()
 
     def _add_settled(self, loss: _MicroLoss) -> None:
+        """Add a micro-batch's loss, whose backward has run, to the step's sum."""
         self._settled = loss if self._settled is None else self._settled.plus(loss)
 
     def _follow(self) -> None:
-        """Follow the first parameter whose gradient can be observed."""
+        """Follow micro-batches by the first parameter whose gradient can be observed."""
         self._is_followed = True
-        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-        for param in (param for group in groups for param in group["params"]):
+        for param in params_of(self._optimizers):
             if param.requires_grad and param.is_leaf and not hasattr(param, "to_local"):
                 self._ran = param.grad is not None
                 self._gradient = _grad_reference(param)
@@ -184,7 +179,7 @@ class MicroLosses:
 
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """Return a hook that calls the method as long as its object exists.
+    """Return a hook on micro-batches that calls the method as long as its object exists.
 
     A parameter that a live graph holds hides its hooks from the garbage collector: a strong hook
     would keep the monitor of a loop that dropped it.
@@ -199,4 +194,5 @@ def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 
 
 def _grad_reference(param: Tensor) -> Callable[[], object]:
+    """Return a weak reference to the gradient by which micro-batches are followed."""
     return (lambda: None) if param.grad is None else weakref.ref(param.grad)

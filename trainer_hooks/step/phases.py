@@ -94,12 +94,12 @@ class StepPhases:
         self.clock = run.times
         self.clock.sections = device.sections
         self._tokens_per_step = tokens_per_step
-        self._micro = MicroLosses(device.optimizers)
+        self.micro = MicroLosses(device.optimizers)
+        """Losses given for the current step."""
         self._settings = GroupSettings(device.optimizers)
         self._num_groups = sum(len(o.param_groups) for o in device.optimizers)
         self._rates: list[float | None] = [None] * self._num_groups
         self._lr_factor = 1.0
-        """Factor on the learning rates of this step."""
         self._weight_decay: float | None = None
         self._changes: list[SettingChange] = []
         self._exchange: Elapsed | None = None
@@ -116,7 +116,7 @@ class StepPhases:
         self.forget_row()
 
     def forget_row(self) -> None:
-        """Start a new row: count earlier withheld updates no longer."""
+        """Start a new row of steps: count earlier withheld updates no longer."""
         self._no_row = torch.zeros((), dtype=torch.float64, device=self._device.norms.device)
         self._rows: dict[int, Tensor | float] = {}
 
@@ -127,12 +127,7 @@ class StepPhases:
         # Added to 0.0 to get a copy: the loop may keep counting in its tensor.
         share = 0.0 + self._weight_or_one(weight)
         part = self.number("loss", loss) * share
-        self._micro.add(loss, part, share, is_weighted=weight is not None)
-
-    @property
-    def has_micro(self) -> bool:
-        """Whether the step was given a micro-batch's loss."""
-        return bool(self._micro)
+        self.micro.add(loss, part, share, is_weighted=weight is not None)
 
     @property
     def is_never_stepped(self) -> bool:
@@ -140,15 +135,7 @@ class StepPhases:
 
         A loop that accumulates gives many losses too, but does not create its gradients again.
         """
-        return self._micro.num_given >= MAX_LOSSES and self._micro.num_windows >= MIN_WINDOWS
-
-    def drop_losses(self) -> None:
-        """Discard the losses given for the current step, which does not count."""
-        self._micro.clear()
-
-    def close(self) -> None:
-        """Remove the hooks that follow the losses."""
-        self._micro.close()
+        return self.micro.num_given >= MAX_LOSSES and self.micro.num_windows >= MIN_WINDOWS
 
     def number(self, what: str, value: Tensor | float) -> Tensor:
         """Return a number without its graph; a kernel writes a plain one, so nothing waits.
@@ -159,15 +146,14 @@ class StepPhases:
         return self._scalar(what, value).to(torch.float64)
 
     def _scalar(self, what: str, value: Tensor | float) -> Tensor:
-        """Return a number without its graph, in its own type."""
+        """Return a number given to a step without its graph, in its own type."""
         if not isinstance(value, Tensor):
             if not hasattr(value, "__float__"):
-                raise UsageError(
-                    f"the {what} is {name_type(value)}; it must be one number",
-                    hint=f"with several losses, pass the sum: {what} = sum({what}es.values())"
-                    if isinstance(value, Mapping)
-                    else f"pass the {what} as a tensor or a number",
-                )
+                hint = f"pass the {what} as a tensor or a number"
+                if isinstance(value, Mapping):
+                    hint = f"with several losses, pass the sum: {what} = sum({what}es.values())"
+                text = f"the {what} is {name_type(value)}; it must be one number"
+                raise UsageError(text, hint=hint)
             return torch.full((), value, dtype=torch.float64, device=self._device.norms.device)
         whole = all(p.is_replicate() for p in getattr(value, "placements", ()))
         if value.numel() != 1 or not whole:
@@ -179,7 +165,7 @@ class StepPhases:
         return local_tensor(value.detach()).reshape(())
 
     def plain(self, what: str, value: Tensor | float) -> Tensor | float:
-        """Return a number: a tensor on a device unchanged, anything else as a Python number.
+        """Return a step's number: a tensor on a device unchanged, otherwise a Python number.
 
         Raises:
             UsageError: ``value`` is not a number.
@@ -195,13 +181,14 @@ class StepPhases:
             ) from None
 
     def _weight_or_one(self, weight: Tensor | float | None) -> Tensor | float:
+        """Return the weight of a step's loss as a number; 1 if none was passed."""
         if isinstance(weight, Tensor):
             return self.number("weight", weight)
         return 1.0 if weight is None else float(weight)
 
     def _take_losses(self, loss: Tensor | float | None, weight: Tensor | float | None) -> StepLoss:
         """Return the step's loss; ``loss`` counts in addition to earlier ones, unless repeated."""
-        taken = self._micro.take()
+        taken = self.micro.take()
         if taken is None:
             if loss is None:
                 return StepLoss()
@@ -212,7 +199,7 @@ class StepPhases:
                 own = self._scalar("loss", loss)
             return StepLoss(own, self._weight_or_one(weight), weight is not None)
         total, weights, weighted = taken
-        if loss is not None and not self._micro.is_last(loss):
+        if loss is not None and not self.micro.is_last(loss):
             share = self._weight_or_one(weight)
             total = total + self.number("loss", loss) * share
             weights, weighted = weights + share, weighted and weight is not None
@@ -308,6 +295,7 @@ class StepPhases:
         overflow: Tensor | None,
         norm: Tensor | None,
     ) -> RankContribution:
+        """Return this rank's part of the step's exchange."""
         norms, run = self._device.norms, self._run
         return RankContribution(
             loss=given.loss,
@@ -410,11 +398,7 @@ class StepPhases:
             sampler.after_update()
 
     def usable(self, max_norm: MaxNorm | None, *, first: bool) -> MaxNorm | None:
-        """Return the norm to clip to; count an invalid one and return None, so nothing is clipped.
-
-        Raises:
-            UsageError: the norm is invalid, and this is the first step.
-        """
+        """Return the norm to clip to; refuse an invalid one, after the first step only count it."""
         if first:
             refuse_max_norm(max_norm)
         if max_norm is None or (type(max_norm) is float and 0.0 < max_norm < math.inf):
@@ -471,6 +455,7 @@ class StepPhases:
         return None
 
     def _on_device(self, number: Tensor | float) -> Tensor:
+        """Return a step's number as a float64 tensor on the device."""
         return torch.as_tensor(number, dtype=torch.float64, device=self._device.norms.device)
 
     def report(
@@ -542,15 +527,8 @@ class StepPhases:
             attempt=self._run.attempt,
             time_unix_ns=clock.time_ns(),
             monotonic_ns=clock.monotonic_ns(),
-            duration_seconds=times.duration,
-            data_wait_seconds=times.data_wait,
-            forward_backward_seconds=times.forward_backward,
-            checkpoint_seconds=times.checkpoint,
-            evaluation_seconds=times.evaluation,
-            optimizer_seconds=times.optimizer,
-            monitor_seconds=times.monitor,
+            times=times,
             exchange=self._exchange,
-            timeline=times.timeline,
             learning_rates=self._rates,
             weight_decay=self._weight_decay,
             changes=self._changes,
@@ -561,10 +539,7 @@ class StepPhases:
             weighted=weighted,
             samples=samples,
             flops=flops,
-            memory_allocated_bytes=memory.allocated_bytes,
-            memory_peak_bytes=memory.peak_bytes,
-            memory_alloc_retries=memory.alloc_retries,
-            memory_ooms=memory.ooms,
+            memory=memory,
             memory_estimate_bytes=estimate,
             epoch=None if position is None else position.epoch,
             batch_index=None if position is None else position.batch,
@@ -574,7 +549,7 @@ class StepPhases:
 
 
 def _is_on_host(loss: Tensor | float) -> TypeGuard[Tensor]:
-    """Return whether a loss is an ordinary number in host memory, as most are on the CPU."""
+    """Return whether a step's loss is an ordinary number in host memory, like most on the CPU."""
     return (
         type(loss) is Tensor
         and loss.is_cpu
@@ -584,7 +559,7 @@ def _is_on_host(loss: Tensor | float) -> TypeGuard[Tensor]:
 
 
 def _rank0_values(run: RunContext, outgoing: OutgoingStep) -> Rank0Values | None:
-    """Return rank 0's limits and the features' values; None on the other ranks."""
+    """Return rank 0's limits and its features' values for a step; None on the other ranks."""
     if not run.is_rank0:
         return None
     turn, values = outgoing.turn, run.features.rank0_values(outgoing)
@@ -604,7 +579,7 @@ def _rank0_values(run: RunContext, outgoing: OutgoingStep) -> Rank0Values | None
 
 
 def _added_group_error(now: int, watched: int) -> UsageError:
-    """Return the error about parameter groups that were added after ``watch``."""
+    """Return the step's error about parameter groups that were added after ``watch``."""
     return UsageError(
         f"the optimizers have {now} parameter groups, but had {watched} at watch(): gradients of "
         "groups added since are neither measured nor clipped",
@@ -613,11 +588,7 @@ def _added_group_error(now: int, watched: int) -> UsageError:
 
 
 def refuse_probe(has_loss: bool) -> None:
-    """Refuse a probe if optimizers alternate: each step's loss differs from the probe's loss.
-
-    Raises:
-        UsageError: there is a probe.
-    """
+    """Refuse a probe if optimizers alternate: each step's loss differs from the probe's loss."""
     if has_loss:
         raise UsageError(
             "monitor.step(optimizer=...) was called in a loop over batches(probe=...): a probe "

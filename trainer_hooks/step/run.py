@@ -27,13 +27,8 @@ def judge_returned(
     """Judge one step's numbers and write its row; return the judgement to carry out.
 
     A step of a discarded attempt is written but not judged: it was in flight during a rollback, and
-    the judge no longer knows the steps before it.
-
-    Args:
-        run: the run on this rank.
-        numbers: the reduced vector and the device's own figures.
-        measured: measurements of this rank in that step.
-        now_step: the step in whose call this happens.
+    the judge no longer knows the steps before it. ``numbers`` are the reduced vector and the
+    device's own figures. ``now_step`` is the step in whose call this happens.
 
     Raises:
         UsageError: the first step has no gradients, or the loop steps its schedulers itself.
@@ -74,7 +69,6 @@ def judge_returned(
 def _unpack_step(
     run: RunContext, numbers: list[float], measured: HostMeasurements, *, now_step: int
 ) -> ReturnedStep:
-    """Return the step that the numbers describe."""
     layout, sampler = run.device.packer.layout, run.device.sampler
     reduced = ReducedNumbers(layout, numbers[: layout.size])
     derived = VerdictFigures.of(numbers[layout.size : layout.size + NUM_FIGURES])

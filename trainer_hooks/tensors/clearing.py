@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from trainer_hooks.tensors.gradients import local_tensor
+from trainer_hooks.tensors.optimizer_state import params_of
 
 _MAX_LOOKS = 16
 """Walks over the allocator's memory per optimizer; a large job takes milliseconds for each."""
@@ -83,20 +84,20 @@ class _OptimizerGradients:
         self._witness_hook: RemovableHandle | None = None
         # Without a GPU there are no graphs, and nobody pays for the hook.
         if torch.cuda.is_initialized():
-            self._choose([p for p in self._optimizer_params() if p.requires_grad and p.is_leaf])
+            params = params_of([optimizer])
+            self._choose([p for p in params if p.requires_grad and p.is_leaf])
 
     def clear(self) -> None:
+        """Clear one optimizer's gradients: in place if a CUDA graph owns them."""
         if self._witness_hook is not None:
             self._check_witness()
         self._optimizer.zero_grad(set_to_none=not self._is_in_place)
 
     def release(self) -> None:
+        """Remove the hook from the parameter whose gradient is the witness."""
         if self._witness_hook is not None:
             self._witness_hook.remove()
             self._witness_hook = None
-
-    def _optimizer_params(self) -> list[Tensor]:
-        return [param for group in self._optimizer.param_groups for param in group["params"]]
 
     def _choose(self, params: Sequence[Tensor]) -> None:
         """Make the last of the parameters the witness."""
@@ -106,10 +107,12 @@ class _OptimizerGradients:
             self._witness_hook = params[-1].register_post_accumulate_grad_hook(self._mark_backward)
 
     def _mark_backward(self, _param: Tensor) -> None:
+        """Note that a backward, not a capture, wrote the witness's gradient."""
         # A capture calls the hooks once, its replays never.
         self._was_backward = not torch.cuda.is_current_stream_capturing()
 
     def _check_witness(self) -> None:
+        """Check whether a CUDA graph owns the gradients, by the witness's gradient."""
         assert self._witness is not None
         if self._witness.grad is None:
             self._replace_witness()
@@ -124,7 +127,7 @@ class _OptimizerGradients:
         """Choose a parameter that has a gradient: frozen or unused ones never have one."""
         params = [
             p
-            for p in self._optimizer_params()
+            for p in params_of([self._optimizer])
             if p.grad is not None and p.requires_grad and p.is_leaf
         ]
         if params and self._num_looks < _MAX_LOOKS:
@@ -136,6 +139,7 @@ class _OptimizerGradients:
                 self._look_at(params[-1].grad)
 
     def _look_at(self, grad: Tensor) -> None:
+        """Clear gradients in place from now on if this one is a graph's memory."""
         self._num_looks += 1
         if self._num_looks <= _MAX_LOOKS and is_graph_memory(local_tensor(grad)):
             self._is_in_place = True

@@ -11,7 +11,7 @@ end on the device: ``wait_for_copies``.
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -105,7 +105,7 @@ class CopyPlan:
 
     @torch.no_grad()
     def run(self) -> CopyCheck:
-        """Copy every pair; check those that must be finite, and those to compare."""
+        """Copy every pair to the host; check those that must be finite, and those to compare."""
         wrong: set[int | str] = set()
         for i, pair in self._others:
             assert pair.into is not None, "what is only looked at is plain"
@@ -127,7 +127,7 @@ class CopyPlan:
 
 
 def signature_of(live: Mapping[str, Tensor]) -> list[object]:
-    """Return the inputs of a plan: equal ones mean the same memory, read in the same way."""
+    """Return the inputs of a copy's plan: equal ones mean the same memory, read in the same way."""
     return [
         (key, t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg())
         for key, t in live.items()
@@ -135,7 +135,7 @@ def signature_of(live: Mapping[str, Tensor]) -> list[object]:
 
 
 def _is_plain(pair: Pair) -> bool:
-    """Return whether the bytes of one are the bytes of the other, from first to last."""
+    """Return whether one tensor has the bytes of the other, from first to last."""
     into, source = pair.into, pair.source
     return (
         source.device.type == "cpu"
@@ -148,6 +148,7 @@ def _is_plain(pair: Pair) -> bool:
 
 
 def _is_small(pair: Pair) -> bool:
+    """Return whether a tensor's copy is small, so that it is bundled with others."""
     return pair.into is not None and pair.unit < 0 and pair.source.nbytes <= _SMALL_BYTES
 
 
@@ -163,7 +164,7 @@ def _arrays(pair: Pair) -> tuple[NDArray[Any] | None, NDArray[Any], int | None]:
 
 
 def _bundles(small: Sequence[tuple[int | str, Pair]]) -> list[_Bundle]:
-    """Return small tensors in bundles of a block, each of one type."""
+    """Return small tensors to copy in bundles of a block, each of one type."""
     full: list[_Bundle] = []
     open_: dict[tuple[np.dtype[Any], int | None], _Bundle] = {}
     for owner, pair in small:
@@ -180,7 +181,7 @@ def _bundles(small: Sequence[tuple[int | str, Pair]]) -> list[_Bundle]:
 
 
 def _copy_small(bundles: Sequence[_Bundle]) -> set[int | str]:
-    """Copy bundles; return the owners of non-finite values."""
+    """Copy bundles of small tensors; return the owners of non-finite values."""
     wrong: set[int | str] = set()
     with np.errstate(invalid="ignore"):
         for owners, intos, sources, first in bundles:
@@ -194,7 +195,7 @@ def _copy_small(bundles: Sequence[_Bundle]) -> set[int | str]:
 
 
 def _split_into_pieces(owner: int | str, pair: Pair) -> Iterator[_Piece]:
-    """Yield pieces of a tensor's copy, which threads share."""
+    """Yield pieces of a tensor's copy to the host, which threads share."""
     into, source, first = _arrays(pair)
     step, block = (max(1, size // source.itemsize) for size in (_PIECE_BYTES, _BLOCK_BYTES))
     for i in range(0, source.size, step):
@@ -246,12 +247,12 @@ WORD_BITS = 52
 
 
 def _odd_weight(unit: int, block: int) -> int:
-    """Return the weight of a block: odd, and different for each block."""
+    """Return the weight of a tensor's block in a fingerprint: odd, and different for each block."""
     return (unit * 0x9E3779B97F4A7C15 + block * 0xD1B54A32D192ED03 << 1 | 1) % _MODULUS
 
 
 def _sum_of_bits(raw: NDArray[np.uint8]) -> int:
-    """Return a sum, modulo 2**64, in which every bit counts with the weight of its column."""
+    """Return a sum over a tensor, modulo 2**64: every bit counts with the weight of its column."""
     int64_view = raw[: raw.size & ~7].view(np.int64)
     whole = int64_view.size // _LANES * _LANES
     total = 0
@@ -336,7 +337,7 @@ def as_int64(number: int) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """Return the int64 with the same lowest 64 bits."""
+    """Return the fingerprint's int64 with the same lowest 64 bits."""
     number %= _MODULUS
     return number - _MODULUS if number >= _MODULUS >> 1 else number
 
@@ -344,64 +345,48 @@ def _signed(number: int) -> int:
 # ------------------------------------------------------------- the order on the device
 
 
-class SideStream(Protocol):
-    """A device's second queue of work, in addition to the stream of the training.
+class SideStream:
+    """A GPU's second queue of work, in addition to the stream of the training.
 
     It contains everything about the order, so that a test can replace a device and run the side
     work at any time that a device may choose.
     """
 
-    def run(self, work: Callable[[], None]) -> object:
-        """Queue work after the training stream's current work; return a marker of its end."""
-
-    def wait(self, end: object) -> None:
-        """Queue later work of the training's stream after that end; the host does not wait."""
-
-    def join(self, end: object) -> None:
-        """Make the host wait for that end."""
-
-    def drain(self) -> None:
-        """Make the host wait for the current work of the training's stream."""
-
-
-class CudaSideStream:
-    """The side stream of a GPU."""
-
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def run(self, work: Callable[[], None]) -> torch.cuda.Event:
-        """Queue work; each of its kernels and copies runs on the side stream."""
+        """Queue work after the training stream's current work; return a marker of its end."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             work()
             return record_event(self._device)
 
-    def wait(self, end: object) -> None:
-        """Make the current stream wait."""
-        assert isinstance(end, torch.cuda.Event)
+    def wait(self, end: torch.cuda.Event) -> None:
+        """Queue later work of the training's stream after that end; the host does not wait."""
         torch.cuda.current_stream(self._device).wait_event(end)
 
-    def join(self, end: object) -> None:
-        """Make the host wait."""
-        assert isinstance(end, torch.cuda.Event)
+    def join(self, end: torch.cuda.Event) -> None:
+        """Make the host wait for that end."""
         end.synchronize()
 
     def drain(self) -> None:
-        """Make the host wait for the current stream."""
+        """Make the host wait for the current work of the training's stream."""
         record_event(self._device).synchronize()
 
 
 class PendingCopy:
     """A copy that may be in flight: its source must not be written before it ends."""
 
-    def __init__(self, side: SideStream, end: object, written: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, side: SideStream, end: torch.cuda.Event, written: Sequence[Tensor] = ()
+    ) -> None:
         """``written``: what the side stream writes; it must not be freed before the end."""
         self._side, self._end, self._written = side, end, written
         _PENDING.add(self)
 
     def wait(self) -> None:
-        """Queue all later work after the copy."""
+        """Queue all later work after the copy of the tensors."""
         self._side.wait(self._end)
 
 
@@ -410,7 +395,7 @@ _PENDING: WeakSet[PendingCopy] = WeakSet()
 
 
 def wait_for_copies() -> None:
-    """Queue all later work after every copy in flight; the host does not wait.
+    """Queue all later work after every copy of tensors in flight; the host does not wait.
 
     For our own writers of weights, optimizer state and averages outside of a step.
     """

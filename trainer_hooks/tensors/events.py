@@ -12,16 +12,12 @@ from torch import Tensor
 
 
 def record_event(device: torch.device, *, timed: bool = False) -> torch.cuda.Event:
-    """Record an event behind the current work of a device, and return it.
+    """Record an event behind the current work of a CUDA device, and return it.
 
     It uses the stream of ``device``, whatever the process's current device is: an event on the
     stream of another GPU happens at once, and numbers would be read before their copy has ended. A
     host that waits for the event sleeps; otherwise it would spin, and a rank that waits for a hung
-    GPU would look like one that computes.
-
-    Args:
-        device: a CUDA device.
-        timed: whether ``elapsed_time`` will be asked for.
+    GPU would look like one that computes. ``timed`` events have an ``elapsed_time``.
     """
     event = torch.cuda.Event(enable_timing=timed, blocking=True)
     event.record(torch.cuda.current_stream(device))
@@ -61,10 +57,11 @@ class AsyncCopy(Generic[Note]):
         self._pending: deque[_Pending[Note]] = deque()
 
     def _buffer(self) -> Tensor:
+        """Return a new host buffer for a step's numbers, page-locked for a GPU."""
         return torch.zeros(self._size, dtype=torch.float64, device="cpu", pin_memory=self._cuda)
 
     def push(self, numbers: Tensor | list[float], note: Note) -> tuple[list[float], Note] | None:
-        """Start the copy of this step's numbers; return those of ``lag`` steps ago.
+        """Start the copy of this step's numbers to the host; return those of ``lag`` steps ago.
 
         Numbers that are on the host already wait for their turn too: a lag is the same for all.
         """
@@ -97,7 +94,7 @@ class AsyncCopy(Generic[Note]):
 
 
 def _arrived(event: torch.cuda.Event, patience_seconds: float | None) -> bool:
-    """Wait for the event, at most ``patience_seconds`` if given; return whether it happened."""
+    """Wait for a copy's event, at most ``patience_seconds`` if given; return whether it came."""
     if patience_seconds is None:
         event.synchronize()
         return True

@@ -42,7 +42,7 @@ _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapp
 
 
 def clean_name(name: str) -> str:
-    """Return the name without the wrappers of FSDP1, torch.compile and checkpointing."""
+    """Return a parameter's name without the wrappers of FSDP1, torch.compile and checkpointing."""
     return _WRAPPERS.sub("", name).lstrip(".")
 
 
@@ -75,24 +75,19 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, bool]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Make FSDP drop gathered parameters, which it keeps after a forward without backward.
+    """Make FSDP drop gathered parameters that it keeps as tensors after a forward only.
 
     Otherwise the next forward would not see values that are written to the shards.
     """
     for module in model.modules():
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             module.reshard()  # type: ignore[operator]
-        handle: Any = getattr(module, "_handle", None)
+    for _, handle, flat in flat_parameters(model):
         # FSDP1 creates the buffer for gathered parameters at its first forward.
-        if hasattr(getattr(handle, "flat_param", None), "_full_param_padded"):
-            _drop_gathered(handle)
-
-
-def _drop_gathered(handle: Any) -> None:
-    """Make FSDP1 drop the gathered parameters of a flat parameter."""
-    if handle.uses_sharded_strategy and not handle.needs_unshard():
-        handle.reshard(True)
-        handle._prefetched = False
+        is_used = hasattr(flat, "_full_param_padded") and handle.uses_sharded_strategy
+        if is_used and not handle.needs_unshard():
+            handle.reshard(True)
+            handle._prefetched = False
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -132,6 +127,23 @@ def named_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[
     return by_name
 
 
+def flat_parameters(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name of each FSDP1 module, its handle, and the handle's flat parameter."""
+    for name, module in model.named_modules():
+        handle: Any = getattr(module, "_handle", None)
+        if (flat := getattr(handle, "flat_param", None)) is not None:
+            yield name, handle, flat
+
+
+def fsdp2_groups(state: Any) -> list[Any]:
+    """Return the parameter groups of an FSDP2 state: none or one before torch 2.12."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    only = getattr(state, "_fsdp_param_group", None)
+    return [] if only is None else [only]
+
+
 def flat_pieces(model: nn.Module) -> dict[int, Piece]:
     """Return the piece of its parameter that each of FSDP1's tensors is, by the tensor's id.
 
@@ -142,11 +154,7 @@ def flat_pieces(model: nn.Module) -> dict[int, Piece]:
         UsageError: FSDP1 wraps tensor parallelism, which hides the pieces.
     """
     pieces: dict[int, Piece] = {}
-    for module in model.modules():
-        handle: Any = getattr(module, "_handle", None)
-        flat = getattr(handle, "flat_param", None)
-        if flat is None:
-            continue
+    for _, handle, flat in flat_parameters(model):
         if handle._fsdp_extension is not None:
             raise UsageError(
                 "FullyShardedDataParallel over tensor parallelism is not supported",
@@ -165,7 +173,7 @@ def shards_of(params: Mapping[str, Tensor], pieces: Mapping[int, Piece]) -> list
 
 
 def _piece(param: Tensor) -> Piece:
-    """Return the position on those mesh sides that split the parameter, and the local shape."""
+    """Return a parameter's position on the mesh sides that split it, and its local shape."""
     if not hasattr(param, "to_local"):
         return (), tuple(param.shape)
     here = param.device_mesh.get_coordinate() or ()  # type: ignore[attr-defined]
@@ -190,7 +198,7 @@ def num_elements(everyone: Sequence[Sequence[Shard]]) -> int:
 
 
 def check_alike(names: list[list[str]]) -> None:
-    """Refuse parameters that differ by rank, on all ranks: the packs would differ in length."""
+    """Refuse parameters that differ by rank on all ranks: gradient packs would differ in length."""
     for rank, other in enumerate(names):
         if other != names[0]:
             odd = sorted(set(other).symmetric_difference(names[0]))[:4] or ["their order"]
@@ -221,7 +229,7 @@ def align_gradients(sharded: Iterable[Tensor]) -> None:
 
 
 def reads_are_free(device: torch.device) -> bool:
-    """Return whether the host can read a number there without waiting for a device."""
+    """Return whether the host can read a tensor there without waiting for a device."""
     return device.type == "cpu"
 
 
@@ -277,6 +285,7 @@ class GradientSquares:
         return out.index_add_(0, plan.index, torch.cat(parts))
 
     def _cached_plan(self, grads: Sequence[Tensor]) -> _Plan:
+        """Return how to sum these gradients; the last plan if shapes and types are equal."""
         key = [grad.numel() for grad in grads], [grad.dtype for grad in grads]
         if self._plan is None or self._plan.key != key:
             sizes, dtypes = key
@@ -332,7 +341,7 @@ def _small_squares(grads: Sequence[Tensor], sizes: Tensor) -> Tensor:
 
 
 def _block_squares(grads: Sequence[Tensor]) -> Tensor:
-    """Return the square of every block, float64, in order."""
+    """Return the square of every block of the gradients, float64, in order."""
     norms = [norm for grad in grads for norm in _gradient_block_norms(grad)]
     square = torch.cat(norms).double().square_()
     # On the CPU a read is free, and a pass that is exact for every size costs ten times this.
@@ -356,11 +365,7 @@ def _gradient_block_norms(grad: Tensor, dtype: torch.dtype | None = None) -> Ite
 
 
 def no_gradient_error(name: str = "") -> UsageError:
-    """Return the error for a first step without a gradient on any rank.
-
-    Args:
-        name: name of an optimizer that is stepped alone.
-    """
+    """Return the error for a first step without any gradient; ``name``: of one optimizer."""
     if name:
         return UsageError(
             f"no parameter of the optimizer {name!r} has a gradient at its first step",

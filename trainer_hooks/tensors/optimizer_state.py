@@ -1,7 +1,7 @@
 """Properties of optimizer state: initial values, size, and whether it is finite."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,11 @@ _FROM_ZEROS = (
     torch.optim.SparseAdam,
     torch.optim.Adafactor,
 )
+
+
+def params_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the parameters of all groups of the optimizers, in their order."""
+    return [p for o in optimizers for group in o.param_groups for p in group["params"]]
 
 
 def starts_from_zeros(optimizer: Optimizer) -> bool:
@@ -72,12 +77,12 @@ def zeros(
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements are in one memory of the tensor; a sparse tensor has none."""
+    """Return whether a tensor's elements are in one memory; a sparse tensor has none."""
     return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def true_elements(tensor: Tensor) -> Tensor:
-    """Return this rank's part without the repeats of an expanded tensor: safe to write to."""
+    """Return this rank's part of a tensor without an expanded one's repeats: safe to write to."""
     tensor = tensor.detach()
     to_local = getattr(tensor, "to_local", None)
     if to_local is not None:

@@ -35,10 +35,7 @@ def register_with_cuda(memory: Tensor, device: torch.device) -> bool:
 class PinnedBlock:
     """One block of page-locked memory, from which buffers are taken one after another.
 
-    Args:
-        size: in bytes, without the gaps between ``num_buffers`` buffers.
-        num_buffers: that will be taken.
-        device: the GPU that copies; on a CPU nothing is page-locked.
+    Its ``size`` in bytes is without gaps between the buffers. On a CPU nothing is page-locked.
     """
 
     def __init__(self, size: int, num_buffers: int, device: torch.device) -> None:

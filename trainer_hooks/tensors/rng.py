@@ -47,4 +47,5 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 
 def _as_tuples(value: Any) -> Any:
+    """Return an RNG state with its lists as tuples, as Python's and numpy's RNG need it."""
     return tuple(_as_tuples(v) for v in value) if isinstance(value, list | tuple) else value

@@ -69,7 +69,7 @@ class Match(NamedTuple):
 
 
 def build_demo_faults() -> FaultPlan:
-    """Return the demo's faults."""
+    """Return the faults that ``vitals demo`` injects into its training."""
     return (
         FaultPlan()
         .nan_gradient_at(rank=1, step=NAN_GRADIENT_STEP)
@@ -79,7 +79,7 @@ def build_demo_faults() -> FaultPlan:
 
 
 def list_expected_decisions() -> list[Expected]:
-    """Return the decisions that the faults must lead to.
+    """Return the decisions that ``vitals demo`` expects for its faults.
 
     Shuffled parameters are finite: the first loss is reported, and the probe finds the state
     damaged in the same step. After a non-finite step the ranks check their parameters; the result
@@ -99,7 +99,7 @@ def list_expected_decisions() -> list[Expected]:
 def match_expected_decisions(
     expected: Sequence[Expected], decisions: Sequence[Decision]
 ) -> list[Match]:
-    """Pair each decision that the demo expects with the first unused equal one."""
+    """Pair each decision that ``vitals demo`` expects with the first unused equal one."""
     unmatched = list(decisions)
     pairs = []
     for entry in expected:
@@ -111,13 +111,13 @@ def match_expected_decisions(
 
 
 def find_false_alarms(matches: Sequence[Match], decisions: Sequence[Decision]) -> list[Decision]:
-    """Return the demo's decisions that its faults do not explain: false alarms."""
+    """Return the false alarms in a ``vitals demo``: decisions that no fault explains."""
     used = {id(m.decision) for m in matches}
     return [d for d in decisions if id(d) not in used]
 
 
 def _matches_expected(want: Expected, decision: Decision) -> bool:
-    """Return whether a decision is the one that a fault of the demo must lead to."""
+    """Return whether a decision is the one that ``vitals demo`` expects for a fault."""
     expected = (want.action, want.rule, want.rank, want.step)
     return expected == (decision.action, decision.rule, decision.rank, decision.step)
 
@@ -188,7 +188,7 @@ def register(app: typer.Typer) -> None:
 
 
 def print_next(console: Console, runs: Path) -> None:
-    """Print the next steps after the demo, as lines to paste."""
+    """Print the ``vitals`` commands to try after the demo, as lines to paste."""
     folder, vitals = shlex.quote(str(runs)), _vitals_command()
     console.print("\nnext, here or in another terminal:")
     for command, meaning in (
@@ -200,7 +200,7 @@ def print_next(console: Console, runs: Path) -> None:
 
 
 def _vitals_command() -> str:
-    """Return the command to call this program from here: `make demo` does not put it on PATH."""
+    """Return how to call ``vitals`` from here: `make demo` does not put it on PATH."""
     if shutil.which("vitals"):
         return "vitals"
     script = Path(sys.argv[0])
@@ -209,7 +209,7 @@ def _vitals_command() -> str:
 
 
 def _serve(stack: ProgramStack, console: Console, *, idle_seconds: float | None) -> None:
-    """Keep the dashboard up until Ctrl-C or, if given, for this long without a browser."""
+    """Keep the demo's dashboard up until Ctrl-C or, if given, for this long without a browser."""
     limit = (
         "" if idle_seconds is None else f", or {idle_seconds / 60:.0f} minutes without a browser"
     )
@@ -231,7 +231,7 @@ def _serve(stack: ProgramStack, console: Console, *, idle_seconds: float | None)
 
 @contextmanager
 def alone_in_foreground() -> Iterator[None]:
-    """Deliver a Ctrl-C on this terminal only to this process.
+    """Deliver a Ctrl-C on this terminal only to ``vitals demo``, not to its parent.
 
     Under `make demo` it would also reach make, which would report an error.
     """
@@ -253,7 +253,7 @@ def alone_in_foreground() -> Iterator[None]:
 
 
 def has_visitors(port: int) -> bool:
-    """Return whether anyone is connected to this port; False if the system does not support it."""
+    """Return whether a browser is connected to the dashboard that ``vitals demo`` serves."""
     try:
         sockets = _SOCKETS.read_text().splitlines()[1:]
     except OSError:
@@ -275,7 +275,7 @@ class _Demo:
         self._ranks = ranks
 
     def run(self, *, compare: bool) -> bool:
-        """Train the arms, print the summary, return whether all results are as expected."""
+        """Train the arms of ``vitals demo`` and print the summary; return whether it succeeded."""
         stack, say = self._stack, self._console.print
         stack.start_collector()
         stack.start_agent()
@@ -305,7 +305,7 @@ class _Demo:
     # ------------------------------------------------------------------------------ training
 
     def _train(self, arm: Arm) -> DemoResult:
-        """Train one arm under torchrun, and show its progress.
+        """Train one arm of the demo under torchrun, and show its progress on the terminal.
 
         Raises:
             VitalsError: the training failed; includes the end of its log.
@@ -335,7 +335,7 @@ class _Demo:
         return msgspec.json.decode(result.read_bytes(), type=DemoResult)
 
     def _show_progress(self, arm: Arm, ended: Callable[[], int | None]) -> None:
-        """Show the progress bar of one of the demo's trainings until it ends."""
+        """Show the progress bar of one training of ``vitals demo`` until it ends."""
         columns = ("{task.description:<28}", "{task.fields[status]}")
         progress = Progress(
             TextColumn(columns[0]), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -377,7 +377,7 @@ class _Demo:
     def _wait_for_decisions(
         self, client: CollectorClient, run_id: str, at_least: int
     ) -> list[Decision]:
-        """Return the run's decisions from the collector, once it has the run's end."""
+        """Wait until the collector has the end of the demo's run; return its decisions."""
         deadline = time.monotonic() + _LEDGER_SECONDS
         while True:
             decisions = [view.decision for view in client.ask(DecisionsQuestion(run_id=run_id))]
@@ -388,7 +388,7 @@ class _Demo:
 
 
 def compare_losses(result: DemoResult, clean: DemoResult) -> float | None:
-    """Return the excess of the loss over the clean run's, as a ratio; None if one is non-finite."""
+    """Return a demo's excess over the loss of its clean run, as a ratio; None if non-finite."""
     if result.validation_loss is None or clean.validation_loss is None:
         return None
     return result.validation_loss / clean.validation_loss - 1.0
@@ -402,7 +402,7 @@ def print_summary(
     guarded: DemoResult,
     bare: list[tuple[str, DemoResult]],
 ) -> None:
-    """Print each fault, the decision and its rule, its cost, and the losses."""
+    """Print the result of ``vitals demo``: faults, decisions, their cost, and the losses."""
     table = Table(title="Decision log", title_justify="left")
     columns: tuple[str, ...] = ("fault", "step", "rank", "decided", "by rule", "cost", "reason")
     # Too wide for a narrow terminal; `vitals why` shows the reasons.

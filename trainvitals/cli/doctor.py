@@ -47,7 +47,7 @@ class Check:
 
 
 def check_versions() -> Iterator[Check]:
-    """Yield the versions of Vitals, Python and the system."""
+    """Yield the versions of Vitals, Python and the system, for ``vitals doctor``."""
     yield Check(
         name="vitals",
         status="ok",
@@ -83,7 +83,7 @@ def check_torch(installed: Callable[[str], str | None]) -> Check:
 
 
 def check_programs(importable: Callable[[str], bool]) -> Iterator[Check]:
-    """Yield for the base install and each extra whether its packages are installed."""
+    """Check whether base install and extras are complete, as ``vitals doctor`` shows them."""
     for extra, modules in PACKAGES.items():
         missing = [module for module in modules if not importable(module)]
         if not missing:
@@ -96,7 +96,7 @@ def check_programs(importable: Callable[[str], bool]) -> Iterator[Check]:
 
 
 def check_checkpoint(trials: Iterable[EntryPoint]) -> Iterator[Check]:
-    """Yield whether a checkpoint can be saved and loaded with this Python and this torch."""
+    """Check on behalf of ``vitals doctor`` that a checkpoint can be saved and loaded here."""
     for trial in trials:
         with tempfile.TemporaryDirectory(prefix="vitals-doctor-") as directory:
             try:
@@ -115,7 +115,7 @@ def check_checkpoint(trials: Iterable[EntryPoint]) -> Iterator[Check]:
 
 
 def check_memory(environ: Mapping[str, str]) -> Iterator[Check]:
-    """Yield whether journals are private to this user, in memory, and have free space."""
+    """Check for ``vitals doctor`` that journals here are private, in memory, and have space."""
     from trainvitals.io.private import is_memory_backed, private_bases
 
     refused: list[VitalsError] = []
@@ -146,7 +146,7 @@ def check_memory(environ: Mapping[str, str]) -> Iterator[Check]:
 
 
 def check_run_directory(environ: Mapping[str, str]) -> Check:
-    """Return whether run directories can be created in `VITALS_DIR`."""
+    """Check for ``vitals doctor`` that run directories can be created in `VITALS_DIR`."""
     directory = Path(environ.get("VITALS_DIR") or "vitals_runs").absolute()
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
@@ -184,7 +184,7 @@ def examine(environ: Mapping[str, str]) -> list[Check]:
 
 
 def _installed_version(distribution: str) -> str | None:
-    """Return the installed version of a distribution; None if it is missing."""
+    """Return the version of a package that ``vitals doctor`` checks; None if it is missing."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -258,7 +258,7 @@ def register(app: typer.Typer) -> None:
 
 
 def run_gpu_check(importable: Callable[[str], bool]) -> int:
-    """Run the GPU check of the benchmarks in a subprocess; return its exit code.
+    """Run ``vitals doctor --gpu-check`` in a subprocess; return its exit code.
 
     Raises:
         UsageError: the benchmarks or PyTorch are not installed.

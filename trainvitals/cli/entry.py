@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return 130 if Ctrl-C ends it while it loads."""
+    """Start the ``vitals`` command; return 130 if Ctrl-C ends it while it loads."""
     gc.disable()  # until the command runs: loading modules leaves no garbage
     try:
         from trainvitals.cli.main import main as run

@@ -11,7 +11,7 @@ Commands = Mapping[str, tuple[Callable[..., None], str]]
 
 
 def add_commands(app: typer.Typer, commands: Commands) -> None:
-    """Add commands with their examples."""
+    """Add commands with their examples to the ``vitals`` command line."""
     for name, (function, example) in commands.items():
         app.command(name, epilog=f"Example: {example}")(expand_options(function))
 
@@ -19,7 +19,7 @@ def add_commands(app: typer.Typer, commands: Commands) -> None:
 def add_group(
     app: typer.Typer, name: str, commands: Commands, *, about: str, example: str
 ) -> typer.Typer:
-    """Add a group with its commands; called without one of them it shows its help.
+    """Add a group of ``vitals`` commands; called without one of them it shows its help.
 
     Args:
         app: gets the group.

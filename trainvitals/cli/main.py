@@ -21,7 +21,7 @@ sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]
 
 
 def build_app(command: str = "") -> tuple[typer.Typer, dict[str, str]]:
-    """Return the app with every command on it, and which program brought which command.
+    """Return the ``vitals`` app with its commands, and which program brought which command.
 
     Args:
         command: the command to run; the app has only the commands of its program.
@@ -49,7 +49,7 @@ def build_app(command: str = "") -> tuple[typer.Typer, dict[str, str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code if the command did not exit itself."""
+    """Run one ``vitals`` command; return its exit code if the command did not exit itself."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Typer's completion passes the words in the environment, and needs all commands.
     app, owners = build_app(arguments[0] if arguments else "")
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(error: VitalsError) -> int:
-    """Print the error with its code and fix on stderr; return the exit code for it."""
+    """Print an error of a ``vitals`` command with code and fix; return the exit code for it."""
     # The text may contain untrusted input: a newline in it must not start a new line.
     text = "\n  ".join(map(printable, error.text.splitlines()))
     hint = f"\n\nhint: {printable(error.hint)}" if error.hint else ""

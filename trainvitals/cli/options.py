@@ -47,7 +47,7 @@ Control = Annotated[
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each dataclass parameter by the options that its fields declare.
+    """Replace a command's dataclass parameters by the options that their fields declare.
 
     Typer gets the fields instead of the parameter. The command receives an instance.
     """

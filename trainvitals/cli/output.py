@@ -30,18 +30,18 @@ class Format(StrEnum):
 
 
 def write_json(body: object, *, to: TextIO | None = None) -> None:
-    """Write the body as indented JSON, to stdout by default."""
+    """Write the result of a command as indented JSON, to stdout by default."""
     text = msgspec.json.format(to_json(body), indent=2).decode()
     (to or sys.stdout).write(_escaped(text) + "\n")
 
 
 def write_json_line(body: object) -> None:
-    """Write the body as one line of JSON to stdout."""
+    """Write one line of JSON to stdout, as the result of a command."""
     sys.stdout.write(_escaped(msgspec.json.encode(body).decode()) + "\n")
 
 
 def _escaped(text: str) -> str:
-    """Return JSON with terminal control characters escaped: JSON allows C1 characters."""
+    """Escape terminal control characters in a command's JSON output: JSON allows C1 characters."""
     lines = (line if line.isprintable() else _escape_json_line(line) for line in text.split("\n"))
     return "\n".join(lines)
 
@@ -62,7 +62,7 @@ def write_rows(
     min_width: int = 0,
     to: TextIO | None = None,
 ) -> None:
-    """Write rows as CSV or as aligned columns, never cut to a terminal's width.
+    """Write a command's rows as CSV or as aligned columns, never cut to a terminal's width.
 
     Long cells are cut, except in the last column. In CSV, text that a spreadsheet would evaluate as
     a formula is prefixed with an apostrophe.
@@ -91,7 +91,7 @@ def write_table(
     *,
     body: object = None,
 ) -> None:
-    """Write rows to stdout in any format; ``body`` is the JSON instead of an object per row."""
+    """Write a command's rows to stdout in the chosen format; ``body`` is the JSON if given."""
     if form is Format.JSON:
         write_json([dict(zip(header, row, strict=True)) for row in rows] if body is None else body)
     else:
@@ -99,7 +99,7 @@ def write_table(
 
 
 def format_time(time_unix_ns: int) -> str:
-    """Return the time as text, to the second, in UTC; "" for none."""
+    """Format a time for the output of a command: to the second, in UTC; "" for none."""
     if time_unix_ns <= 0:
         return ""
     try:
@@ -110,17 +110,17 @@ def format_time(time_unix_ns: int) -> str:
 
 
 def _cell_text(value: object) -> str:
-    """Return the text of a cell; a time of a query keeps its precision and its zone."""
+    """Return the text of a cell in a command's output; a query's time keeps its precision."""
     return str(value) if isinstance(value, datetime) else cell_text(value)
 
 
 def _truncate_cell(cell: str) -> str:
-    """Return a table's cell, cut to ``MAX_CELL`` characters."""
+    """Return a cell of a command's table, cut to ``MAX_CELL`` characters."""
     return cell if len(cell) <= MAX_CELL else f"{cell[: MAX_CELL - 3]}..."
 
 
 def _format_csv_cell(value: object) -> str:
-    """Return a CSV cell: numbers in full, and no text that could be evaluated."""
+    """Return a cell of a command's CSV: numbers in full, no text that could be evaluated."""
     cell = float.__repr__(value) if isinstance(value, float) else _cell_text(value)
     if not isinstance(value, str) or not cell.lstrip().startswith(_FORMULA):
         return cell

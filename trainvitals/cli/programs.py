@@ -100,7 +100,7 @@ HOUSE = frozenset(
 
 
 def missing_package_error(program: str, error: ModuleNotFoundError) -> VitalsError:
-    """Return the error that explains what to install for `program`."""
+    """Return the error of a ``vitals`` command that explains which package to install."""
     module = (error.name or str(error)).partition(".")[0]
     if module in HOUSE:
         return UsageError(
@@ -115,14 +115,14 @@ def missing_package_error(program: str, error: ModuleNotFoundError) -> VitalsErr
 
 
 def install(extra: str) -> str:
-    """Return the pip command that installs an extra, as text for a hint."""
+    """Return the pip command that installs an extra, for the hint of a ``vitals`` command."""
     return "pip install trainvitals" if extra == "base" else f"pip install 'trainvitals[{extra}]'"
 
 
 def register_all(
     app: typer.Typer, *, command: str = "", programs: Iterable[EntryPoint] | None = None
 ) -> dict[str, str]:
-    """Add every command to the app; return which program brought each command.
+    """Add the commands of all programs to the ``vitals`` app; return which brought which.
 
     Args:
         app: gets the commands.

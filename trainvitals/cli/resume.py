@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
 
 
 def find_halted(run: str, vitals_dir: Path) -> RunDir:
-    """Return the requested run; if several match, the only one that is halted.
+    """Return the run to ``vitals resume``; if several match, the only one that is halted.
 
     Args:
         run: a run directory, a directory with runs, or an id, the start of one, or a name.
@@ -61,7 +61,7 @@ def find_halted(run: str, vitals_dir: Path) -> RunDir:
 
 
 def find_matching_runs(run: str, vitals_dir: Path) -> list[RunDir]:
-    """Return the matching runs, oldest first; at least one.
+    """Return the runs that the argument of a ``vitals`` command matches, oldest first.
 
     Args:
         run: a run directory, a directory with runs, or an id, the start of one, or a name.
@@ -87,7 +87,7 @@ def find_matching_runs(run: str, vitals_dir: Path) -> list[RunDir]:
 
 
 def _is_halted(run_dir: RunDir) -> bool:
-    """Return whether a run directory has a halt marker that can be read."""
+    """Return whether a run has a halt marker that ``vitals resume`` can read."""
     try:
         return run_dir.halted() is not None
     except PermissionError:
@@ -95,7 +95,7 @@ def _is_halted(run_dir: RunDir) -> bool:
 
 
 def _halt_text(run_id: str, marker: HaltMarker) -> str:
-    """Return one line on when and why a run was halted."""
+    """Return the line in which ``vitals resume`` shows when and why a run was halted."""
     when = ""
     if marker.time_unix_ns:
         moment = datetime.fromtimestamp(marker.time_unix_ns / 1e9, UTC)
@@ -105,7 +105,7 @@ def _halt_text(run_id: str, marker: HaltMarker) -> str:
 
 
 def _run_name(run: RunDir) -> str:
-    """Return the name of the run; "" if its file is missing or damaged."""
+    """Return a run's name, which ``vitals resume`` accepts as well; "" if it is unknown."""
     try:
         info = run.info()
     except (VitalsError, OSError):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self, TypeVar
 
 from trainvitals.errors import (
@@ -53,7 +53,7 @@ class ChildProgram:
     num_revivals: int = 0
 
     def log_tail(self, num_lines: int = 15) -> str:
-        """Return the end of the program's log."""
+        """Return the end of the log of a program that ``vitals up`` started."""
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join(lines[-num_lines:])
 
@@ -67,7 +67,7 @@ class ChildProgram:
 
     @property
     def lacks_a_package(self) -> bool:
-        """Whether it ended because a package is missing: a restart does not help."""
+        """Return whether the program that ``vitals`` started lacks a package: do not restart it."""
         return f"[{MissingDependencyError.code}]" in self.log.read_text(errors="replace")
 
 
@@ -87,11 +87,11 @@ class ProgramStack:
 
     @property
     def token_file(self) -> Path:
-        """The collector's tokens."""
+        """Return the token file of the collector that ``vitals up`` starts."""
         return self.data / "tokens.json"
 
     def training_environ(self) -> dict[str, str]:
-        """Return the environment for a training that uses the agent of this stack.
+        """Return the environment for a training that ``vitals run`` or the demo starts.
 
         Without a collector there is no agent here: the training starts its own.
         """
@@ -105,7 +105,7 @@ class ProgramStack:
     # ---------------------------------------------------------------------------- starting
 
     def start_collector(self) -> str:
-        """Start the collector and return its URL, once it responds."""
+        """Start the collector for ``vitals up``; return its URL, once it responds."""
         (self.data / COLLECTOR_FILE).unlink(missing_ok=True)
         child = self._start_child("collector", ["--data", str(self.data)])
         self.collector_url = self._poll_until_ready(
@@ -114,7 +114,7 @@ class ProgramStack:
         return self.collector_url
 
     def start_agent(self) -> None:
-        """Start the agent for the directory of runs, shipping to the collector, wherever that is.
+        """Start the agent for ``vitals up``, which ships to the collector, wherever that is.
 
         It gets the collector's data directory, not its URL: after a restart the port may differ.
         """
@@ -122,7 +122,7 @@ class ProgramStack:
         self._start_child("agent", [*options, "--token-file", str(self.token_file)])
 
     def start_dashboard(self, *, port: int = 0, control: bool = False) -> str:
-        """Start the dashboard and return the one-click URL that it printed."""
+        """Start the dashboard for ``vitals up``; return the one-click URL that it printed."""
         options = ["--collector", str(self.data), "--token-file", str(self.token_file)]
         if control:
             options.append("--control")
@@ -131,7 +131,7 @@ class ProgramStack:
         return self.dashboard_url
 
     def _start_child(self, name: str, options: Sequence[str]) -> ChildProgram:
-        """Start a Vitals program with its own log, and supervise it."""
+        """Start collector, agent or dashboard for ``vitals up``, with its own log."""
         log = self.home / f"{name}.log"
         child = ChildProgram(name, self._spawn(name, options, log, os.O_TRUNC), log, options)
         self._children.append(child)
@@ -153,7 +153,7 @@ class ProgramStack:
             )
 
     def _poll_until_ready(self, child: ChildProgram, probe: Callable[[], T | None]) -> T:
-        """Return the probe's first result.
+        """Wait until a program of ``vitals up`` is ready; return the probe's first result.
 
         Raises:
             TransportError: the program ended, or did not respond in time.
@@ -182,7 +182,7 @@ class ProgramStack:
         return child.exit_reason()
 
     def find_ended_program(self) -> ChildProgram | None:
-        """Return a program that ended unexpectedly, or None."""
+        """Return a program of ``vitals up`` that ended unexpectedly, or None."""
         return next((c for c in self._children if c.process.poll() is not None), None)
 
     def restart_ended_programs(self) -> Iterator[str]:
@@ -216,7 +216,7 @@ class ProgramStack:
     # ---------------------------------------------------------------------------- stopping
 
     def stop(self) -> None:
-        """Stop everything in reverse order: the agent drains before its collector stops."""
+        """Stop the programs of ``vitals up``: the agent drains before its collector stops."""
         for child in sorted(self._children, key=lambda c: _STOP_ORDER.index(c.name)):
             stop_process(child.process)
         self._children.clear()
@@ -234,12 +234,7 @@ class ProgramStack:
         self._handlers = [(number, signal.signal(number, _raise_termination)) for number in signals]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         # A second Ctrl-C during the stop would leave programs running.
         now = [(number, signal.signal(number, signal.SIG_IGN)) for number in numbers]
@@ -254,7 +249,7 @@ _STOP_ORDER = ("agent", "dashboard", "collector")
 
 
 def stop_process(process: subprocess.Popen[bytes], seconds: float = STOP_SECONDS) -> int:
-    """Terminate the process, kill it after ``seconds``, and return its exit code."""
+    """Terminate a program of ``vitals up``, kill it after ``seconds``; return its exit code."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -268,7 +263,7 @@ def stop_process(process: subprocess.Popen[bytes], seconds: float = STOP_SECONDS
 def start_command(
     command: Sequence[str], environ: Mapping[str, str], log: Path
 ) -> Iterator[ChildProgram]:
-    """Run a command in the background with its output in ``log``; stop it on early exit."""
+    """Run the demo's training in the background, with its output in ``log``."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             list(command),
@@ -289,7 +284,7 @@ def start_command(
 def run_command(
     command: Sequence[str], environ: Mapping[str, str], look: Callable[[], object]
 ) -> int:
-    """Run a command in the foreground; return its exit code, 128 + N after signal N.
+    """Run the command of ``vitals run`` in the foreground; return its exit code or 128 + signal.
 
     Args:
         command: the program and its arguments.
@@ -318,7 +313,7 @@ def run_command(
 
 
 def _wait_and_poll(process: subprocess.Popen[bytes], look: Callable[[], object]) -> int:
-    """Wait for the training command, and call ``look`` about once per second."""
+    """Wait for the command of ``vitals run``, and call ``look`` about once per second."""
     while True:
         try:
             return process.wait(LOOK_SECONDS)
@@ -336,7 +331,7 @@ def _raise_termination(number: int, frame: FrameType | None) -> None:
 
 
 def _end_command(process: subprocess.Popen[bytes], interrupt: KeyboardInterrupt) -> int:
-    """Let the command end, kill it if it does not, and return its exit code.
+    """Let the command of ``vitals run`` end, kill it if it does not, and return its exit code.
 
     A Ctrl-C already reached it from the terminal. Another signal too early keeps torchrun from
     waiting for its ranks.
@@ -350,7 +345,7 @@ def _end_command(process: subprocess.Popen[bytes], interrupt: KeyboardInterrupt)
 
 
 def _find_collector_url(data: Path, pid: int) -> str | None:
-    """Return the URL of the collector in this process, once it responds."""
+    """Return the URL of the collector that ``vitals up`` started, once it responds."""
     file, collector = read_collector_file(data), collector_on(data)
     if file is None or file.pid != pid or collector is None:
         return None
@@ -359,11 +354,11 @@ def _find_collector_url(data: Path, pid: int) -> str | None:
 
 
 def _find_dashboard_url(log: Path) -> str | None:
-    """Return the one-click URL in the dashboard's log; None before it is printed."""
+    """Return the one-click URL that the dashboard of ``vitals up`` has logged; None before."""
     match = re.search(r"http://\S+[?&]token=\S+", log.read_text(errors="replace"))
     return match.group(0) if match else None
 
 
 def environ_of_this_process() -> dict[str, str]:
-    """Return a copy of the environment, with unbuffered output so that logs are complete."""
+    """Return the environment for programs that ``vitals up`` starts; their logs are unbuffered."""
     return {**os.environ, "PYTHONUNBUFFERED": "1"}

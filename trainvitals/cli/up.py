@@ -62,14 +62,14 @@ def register(app: typer.Typer) -> None:
 
 
 def _revive_programs(stack: ProgramStack) -> None:
-    """Restart Vitals programs that ended; print messages and control codes."""
+    """Restart programs that ended during ``vitals run``; print messages and control codes."""
     for message in stack.restart_ended_programs():
         typer.echo(f"vitals: {message}", err=True)
     _print_control_codes(stack)
 
 
 def _print_control_codes(stack: ProgramStack) -> None:
-    """Print the dashboard's new control codes on stderr."""
+    """Print the dashboard's new control codes on stderr, during ``vitals up`` or ``vitals run``."""
     for line in stack.control_codes():
         typer.echo(line, err=True)
 
@@ -95,13 +95,13 @@ def _print_unavailable(what: str, why: str) -> None:
 
 
 def _start_collector(stack: ProgramStack) -> None:
-    """Start the stack's collector and print its URL."""
+    """Start the collector of ``vitals up`` and print its URL."""
     # Commands on this machine get the directory, not the URL: it contains the tokens.
     typer.echo(f"collector: {stack.start_collector()} (data in {stack.data})", err=True)
 
 
 def _start_stack(stack: ProgramStack, port: int, control: bool) -> None:
-    """Start collector, agent and dashboard, and print their URLs."""
+    """Start collector, agent and dashboard for ``vitals up``, and print their URLs."""
     _start_collector(stack)
     stack.start_agent()
     typer.echo(f"dashboard: {stack.start_dashboard(port=port, control=control)}", err=True)

@@ -1,7 +1,5 @@
 """The detectors that only report, in the order in which they see a step."""
 
-from __future__ import annotations
-
 from trainvitals.config import Settings
 from trainvitals.detect.guard import GuardDetector
 from trainvitals.detect.level import (
@@ -15,13 +13,7 @@ from trainvitals.detect.level import (
     ProgressConfig,
     ProgressDetector,
 )
-from trainvitals.detect.outliers import (
-    Detector,
-    Limits,
-    LossKind,
-    NonFiniteDetector,
-    is_clean,
-)
+from trainvitals.detect.outliers import Detector, Limits, LossKind, NonFiniteDetector, is_clean
 from trainvitals.detect.spike import (
     BURST_DEFAULTS,
     GRAD_NORM_DEFAULTS,

@@ -3,8 +3,6 @@
 Both need no reference: a step was measured or it was not, and a gradient is exactly 0 or it is not.
 """
 
-from __future__ import annotations
-
 from trainvitals.detect.outliers import Detector, LossKind
 from trainvitals.detect.replicas import format_ranks
 from trainvitals.records import Finding, StepRecord
@@ -48,66 +46,55 @@ class GuardDetector(Detector):
         self._zero_told = False
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
-        """Add one step and return the findings about it."""
+        """Detect steps that nothing measured, and steps whose gradients are exactly 0."""
         if not (record.failed_ranks or record.no_gradient or self._weight or self._zero):
             return ()
-        findings = [*self._unmeasured_findings(record), *self._zero_gradient_findings(record)]
-        return tuple(findings)
+        return self._unmeasured_findings(record) + self._zero_gradient_findings(record)
 
     def rebaseline(self, steps: int = 0) -> None:
-        """Do nothing: no planned change explains either."""
+        """Do nothing: no planned change explains what this detector reports."""
 
-    def _unmeasured_findings(self, record: StepRecord) -> list[Finding]:
+    def _unmeasured_findings(self, record: StepRecord) -> tuple[Finding, ...]:
+        """Count steps that a rank could not measure; return a finding once they are many."""
         if not record.failed_ranks:
             self._weight = max(0, self._weight - 1)
             if not self._weight:
                 self._num = self._next = 0
-            return []
+            return ()
         if not self._num:
             self._since = record.step
         self._num += 1
         self._weight = min(self._weight + 10, 20 * UNMEASURED)
         if self._weight < 10 * UNMEASURED or record.step < self._next:
-            return []
+            return ()
         self._next = record.step + AGAIN
         ranks, steps = record.failed_ranks, record.step - self._since + 1
-        return [
-            Finding(
-                kind="unguarded",
-                level="advisory",
-                step=record.step,
-                detector=self.name,
-                reason=f"{format_ranks(ranks)} could not measure the gradients in {self._num} of "
-                f"{steps} steps since step {self._since}, so those updates were not checked",
-                rank=ranks[0] if len(ranks) == 1 else -1,
-                value=float(self._num),
-                onset_step=self._since,
-                cause="unguarded",
-            )
-        ]
+        rank = ranks[0] if len(ranks) == 1 else -1
+        reason = (
+            f"{format_ranks(ranks)} could not measure the gradients in {self._num} of {steps} "
+            f"steps since step {self._since}, so those updates were not checked"
+        )
+        return self._report(
+            record.step, reason, kind="unguarded", rank=rank, value=float(self._num),
+            onset_step=self._since,
+        )  # fmt: skip
 
-    def _zero_gradient_findings(self, record: StepRecord) -> list[Finding]:
+    def _zero_gradient_findings(self, record: StepRecord) -> tuple[Finding, ...]:
+        """Count steps with gradients of exactly 0; return a finding once they are many."""
         if not record.no_gradient:
             if not record.failed_ranks:  # an unmeasured step neither counts nor ends the row
                 self._zero, self._zero_told = 0, False
-            return []
+            return ()
         if not self._zero:
             self._zero_since = record.step
         self._zero += 1
         is_usual = not self._minimizes or record.loss == 0.0
         if self._zero_told or self._zero < (ZERO_IS_USUAL if is_usual else ZERO):
-            return []
+            return ()
         self._zero_told = True
-        return [
-            Finding(
-                kind="zero_gradient",
-                level="advisory",
-                step=record.step,
-                detector=self.name,
-                reason=f"all gradients have been exactly 0 since step {self._zero_since}, in "
-                f"{self._zero} steps in a row, so these updates train nothing",
-                value=0.0,
-                onset_step=self._zero_since,
-                cause="zero_gradient",
-            )
-        ]
+        since = self._zero_since
+        reason = (
+            f"all gradients have been exactly 0 since step {since}, in {self._zero} steps in a "
+            "row, so these updates train nothing"
+        )
+        return self._report(record.step, reason, kind="zero_gradient", value=0.0, onset_step=since)

@@ -9,8 +9,6 @@ only after minutes.
 Pure: the observations of the agents go in, a verdict comes out; no clock or process is read here.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,7 +81,7 @@ class HangVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[tuple[int, ...], Reason]:
-        """Blocking ranks and reason: a change of either is reported again."""
+        """Return the hang's blocking ranks and reason: a change of either is a new finding."""
         return self.culprits, self.reason
 
 
@@ -99,22 +97,22 @@ class WaitHistory:
         self._longest = 0.0
 
     def add(self, phase: Phase, seconds: float) -> None:
-        """Add a gap that ended."""
+        """Add a wait without progress that ended, so that a hang must last longer."""
         self._gaps.setdefault(phase, deque(maxlen=_KEPT)).append(seconds)
 
     def add_ended_wait(self, seconds: float) -> None:
-        """Add the duration of a wait for a computing rank that ended by itself."""
+        """Add a wait for a computing rank that ended, so that it was not a hang."""
         self._longest = max(self._longest, seconds)
 
     def p99(self, phase: Phase) -> float | None:
-        """Return the phase's 99th percentile; None while there are too few gaps."""
+        """Return the 99th percentile of a phase's waits, none of them a hang; None if too few."""
         gaps = self._gaps.get(phase, ())
         if len(gaps) < _FEW:
             return None
         return sorted(gaps)[int(0.99 * (len(gaps) - 1))]
 
     def limits(self, config: HangConfig) -> HangLimits:
-        """Return the times after which a wait is shown, and pages."""
+        """Return the times after which the detector shows a wait, and pages a hang."""
         usual = {phase: self.p99(phase) or 0.0 for phase in get_args(Phase)}
         shows = {p: max(config.show_seconds, config.show_ratio * s) for p, s in usual.items()}
         pages = {p: max(config.page_seconds, config.page_ratio * s) for p, s in usual.items()}
@@ -123,12 +121,9 @@ class WaitHistory:
 
 
 def judge_hang(
-    ranks: Sequence[RankActivity],
-    limits: HangLimits,
-    *,
-    world_size: int,
+    ranks: Sequence[RankActivity], limits: HangLimits, *, world_size: int
 ) -> HangVerdict | None:
-    """Return the blocking ranks; None if there is no problem, or no evidence.
+    """Detect a hang: return its blocking ranks; None without a problem or evidence.
 
     Args:
         ranks: state of each rank. Ranks of other nodes may be missing; then only stopped or ended
@@ -149,7 +144,7 @@ def judge_hang(
 
 
 def may_end(verdict: HangVerdict, ranks: Sequence[RankActivity]) -> bool:
-    """Return whether a job that pages may be ended: never if a rank may still continue.
+    """Return whether a job that hangs may be ended: never if a rank may still continue.
 
     A rank that computes, reads, writes or waits for a disk, or whose GPU has a long queue, may
     evaluate or save for longer than before. A rank in a debugger is being examined. If a rank has
@@ -177,7 +172,7 @@ class HangFollower:
     def new_findings(
         self, ranks: Sequence[RankActivity], *, world_size: int, limits: HangLimits | None = None
     ) -> tuple[Finding, ...]:
-        """Return the findings of this check that were not reported before."""
+        """Return the detector's findings on a hang that earlier checks did not report."""
         verdict = judge_hang(
             ranks, limits or self.history.limits(self.config), world_size=world_size
         )
@@ -198,6 +193,7 @@ class HangFollower:
 
 
 def _hang_finding(kind: str, verdict: HangVerdict) -> Finding:
+    """Return the detector's finding on a hang, as its verdict describes it."""
     return Finding(
         kind=kind,
         level="advisory",
@@ -215,17 +211,14 @@ class _HangJudge:
     """The checks of ``judge_hang``, over one observation of the ranks."""
 
     def __init__(
-        self,
-        ranks: Sequence[RankActivity],
-        living: Sequence[RankActivity],
-        limits: HangLimits,
+        self, ranks: Sequence[RankActivity], living: Sequence[RankActivity], limits: HangLimits
     ) -> None:
         self._ranks = ranks
         self._living = living
         self._limits = limits
 
     def judge_processes(self, state: Literal["gone", "stopped"]) -> HangVerdict | None:
-        """Name the ranks whose process has this state, while the others make no progress."""
+        """Detect a hang by ranks whose process has this state, while the others are idle."""
         culprits = [rank for rank in self._ranks if rank.process == state]
         others = [rank for rank in self._living if rank.process != "stopped"]
         if not culprits or not others:
@@ -237,7 +230,7 @@ class _HangJudge:
         return self._culprit_verdict(culprits, others, state, seconds)
 
     def judge_call_order(self) -> HangVerdict | None:
-        """Name the ranks that called another collective than the others with the same number."""
+        """Detect a hang by ranks that called another collective than the others."""
         seconds = min(rank.still_seconds for rank in self._living)
         if seconds < self._limits.show["exchange"]:
             return None
@@ -254,6 +247,7 @@ class _HangJudge:
     def _call_order_verdict(
         self, group: str, number: int, calls: Mapping[int, str], odd: Sequence[int], seconds: float
     ) -> HangVerdict:
+        """Return the detector's verdict on ranks that disagree on a collective."""
         by_call: dict[str, list[int]] = {}
         for rank, call in sorted(calls.items()):
             by_call.setdefault(call, []).append(rank)
@@ -265,7 +259,7 @@ class _HangJudge:
         return self._build_verdict(culprits, "order", seconds, limit, text)
 
     def judge_progress(self) -> HangVerdict | None:
-        """Name the ranks that are behind in a collective, or a step, and wait for no rank."""
+        """Detect a hang by ranks that are behind in a collective or step, and wait for no rank."""
         seen = [rank for rank in self._ranks if rank.process != "gone"]
         waits = {
             rank.rank: {ahead.rank for ahead in seen if _is_behind(rank, ahead)} for rank in seen
@@ -287,7 +281,7 @@ class _HangJudge:
         return self._culprit_verdict(culprits, others, _hang_reason(culprits, others), seconds)
 
     def judge_whole_job(self) -> HangVerdict | None:
-        """Report a job without any progress, and without a computing or announced rank."""
+        """Detect a hang of the whole job: no progress, and no computing or announced rank."""
         seconds = min(rank.still_seconds for rank in self._living)
         limit = self._limits.computing
         is_told = any(r.is_announced or r.is_debugged or r.is_active for r in self._living)
@@ -307,7 +301,7 @@ class _HangJudge:
         reason: Reason,
         seconds: float,
     ) -> HangVerdict:
-        """Return the verdict on blocking ranks that others wait for."""
+        """Return the detector's verdict on the blocking ranks of a hang."""
         names, first = name_ranks([rank.rank for rank in culprits]), culprits[0]
         are, in_place = ("is" if len(culprits) == 1 else "are"), ""
         if first.where and len(culprits) == 1:
@@ -361,6 +355,7 @@ class _HangJudge:
         limit: float,
         text: str,
     ) -> HangVerdict:
+        """Return the detector's verdict, which pages if the hang has lasted beyond the limit."""
         return HangVerdict(
             pages=seconds >= limit,
             culprits=tuple(sorted(rank.rank for rank in culprits)),
@@ -374,7 +369,7 @@ class _HangJudge:
 
 
 def _is_behind(rank: RankActivity, other: RankActivity) -> bool:
-    """Return whether the other has started a collective that this rank has not."""
+    """Return whether a hanging job's rank lacks a collective that the other has started."""
     if _has_issued_less(rank, other):
         return True
     # The host may issue a collective that its device, in an earlier kernel, never begins.
@@ -383,7 +378,7 @@ def _is_behind(rank: RankActivity, other: RankActivity) -> bool:
 
 
 def _has_issued_less(rank: RankActivity, other: RankActivity) -> bool:
-    """Return whether a rank has issued fewer collectives, or steps, than another."""
+    """Return whether a hanging job's rank has issued fewer collectives, or steps, than another."""
     shared = rank.sequences.keys() & other.sequences.keys()
     if any(rank.sequences[group] < other.sequences[group] for group in shared):
         return True
@@ -392,7 +387,7 @@ def _has_issued_less(rank: RankActivity, other: RankActivity) -> bool:
 
 
 def _hang_reason(ranks: Sequence[RankActivity], others: Iterable[RankActivity]) -> Reason:
-    """Return the reason that the blocking ranks of a hang do not continue."""
+    """Return the reason for which the detector holds ranks responsible for a hang."""
     if all(rank.process == "ended" for rank in ranks):
         return "ended"
     if any(rank.is_debugged or rank.process == "traced" for rank in ranks):
@@ -410,7 +405,7 @@ _SAME_SIZES = frozenset({"all_reduce", "allreduce", "broadcast"})
 
 
 def _find_deviating_callers(calls: Mapping[int, str]) -> tuple[int, ...]:
-    """Return the ranks whose call differs from the majority; all ranks if there is no majority."""
+    """Return the ranks of a hang whose call differs from the majority; all if there is none."""
     names = {rank: call.partition("(")[0] for rank, call in calls.items()}
     if set(names.values()) <= _SAME_SIZES:
         names = dict(calls)
@@ -428,7 +423,7 @@ def _current_collective(rank: RankActivity) -> str:
 
 
 def _disk_wait_text(rank: RankActivity) -> str:
-    """Return text for a rank in an uninterruptible system call, or nothing."""
+    """Return the verdict's text on a rank that hangs in an uninterruptible system call."""
     return " in a call to the system that cannot be interrupted" if rank.process == "disk" else ""
 
 

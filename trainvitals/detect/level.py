@@ -11,19 +11,17 @@ vary and with the largest rise that recovered by itself: it finds a 10 % rise at
 needs 500 steps to learn how much the run varies.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta
 
 from trainvitals.config import AboveZero, Settings
 from trainvitals.detect.outliers import Detector
-from trainvitals.records import Finding, Severity, StepRecord
+from trainvitals.records import Finding, StepRecord
 
 _SIGMA_OF_DIFFERENCES = 1.28 * math.sqrt(2.0)
 """The distance that one in five differences of two normal samples exceeds, in their deviations. Not
@@ -113,7 +111,7 @@ class LevelDetector(Detector):
         self._looks: list[float] = []
 
     def update(self, record: StepRecord, shifted: bool = False) -> tuple[Finding, ...]:
-        """Add one step and return the findings about it.
+        """Judge the loss level after one step; return the findings about it.
 
         A step that was not applied is left out. ``shifted``: a new level was reported in this step.
         """
@@ -149,9 +147,8 @@ class LevelDetector(Detector):
         if level < best + 0.5 * rise:
             self._record_recovery()
             return ()
-        diverged = self._divergence_finding(record, level, best, noise)
-        if diverged is not None:
-            return (diverged,)
+        if diverged := self._divergence_findings(record, level, best, noise):
+            return diverged
         self._low = min(self._low, level)
         return self._plateau_findings(record, level, best)
 
@@ -162,12 +159,12 @@ class LevelDetector(Detector):
         self._onset, self._at_once, self._silent = -1, False, False
 
     def _is_recurring_rise(self, rise: float) -> bool:
-        """Return whether such rises end by themselves: the run has had several of them."""
+        """Return whether such rises of the loss end without action: the run has had several."""
         tops = [top for seen, top in self._recovered if self._seen - seen <= _RISES_WITHIN]
         return len(tops) >= _RECURS and rise <= _HIGHER * max(tops)
 
     def _is_recovering(self, level: float, best: float) -> bool:
-        """Whether the latest quarter of the window has undone most of the rise.
+        """Return whether the latest quarter of the window has undone most of the loss's rise.
 
         It is compared with the previous quarter and with the level. After a spike the median stays
         high for longer than the loss: half of its window is in the spike. A loss that stops falling
@@ -188,7 +185,7 @@ class LevelDetector(Detector):
         self._since, self._looks = 0, [level]
 
     def _change_point(self, level: float, best: float) -> int:
-        """Return the first step of the rise: the lowest point of a CUSUM over the window.
+        """Return the first step of the loss's rise: the lowest point of a CUSUM.
 
         Each loss is compared with the middle between the two levels, and counts at most as much as
         the rise: one spike before it does not move the result.
@@ -202,34 +199,35 @@ class LevelDetector(Detector):
                 lowest, first = total, i
         return self._steps[min(first, len(self._steps) - 1)]
 
-    def _divergence_finding(
+    def _divergence_findings(
         self, record: StepRecord, level: float, best: float, noise: float
-    ) -> Finding | None:
+    ) -> tuple[Finding, ...]:
         config = self._config
         further = 2.0 if self._num_told else 1.0
         enough = max(config.divergence * abs(best), config.sigmas * noise) * further
         if level <= self._low + enough or self._is_recovering(level, best):
-            return None
+            return ()
         if self._is_recurring_rise(level - best):
             self._silent = True
-            return None
+            return ()
         self._num_told += 1
         self._is_far = self._is_far or level > best + _FAR * abs(best)
         self._low = level
         self._since, self._looks = 0, [level]
-        return self._level_finding(
-            record,
-            "divergence",
+        reason = (
             f"the loss is diverging: its level {level:.4g} (over {config.window} steps) is "
             f"{_format_rise(level, best)} above its lowest, {best:.4g} "
-            f"({(level - best) / noise:.0f} sigma)",
-            level,
-            best,
+            f"({(level - best) / noise:.0f} sigma)"
         )
+        return self._report(
+            record.step, reason, kind="divergence", cause="loss_divergence", value=level,
+            limit=best, onset_step=self._onset,
+        )  # fmt: skip
 
     def _plateau_findings(
         self, record: StepRecord, level: float, best: float
     ) -> tuple[Finding, ...]:
+        """Report a loss level that stays above its lowest, unless it is a known divergence."""
         config = self._config
         if self._is_far and not self._at_once:
             return ()  # already reported as a divergence
@@ -241,35 +239,20 @@ class LevelDetector(Detector):
         flat = _FLAT * abs(level)
         if len(looks) < _LOOKS or max(looks) - min(looks) > flat or looks[0] - level > flat / 2:
             return ()
-        finding = self._level_finding(
-            record,
-            "plateau",
-            f"the loss rose and did not recover: for {config.flat_steps} steps its level has been "
-            f"{level:.4g}, {_format_rise(level, best)} above its lowest, {best:.4g}",
-            level,
-            best,
-        )
+        onset = self._onset
         self._best, self._onset = level, -1  # a new regime: later losses are compared with it
         self._at_once = False
-        return (finding,)
-
-    def _level_finding(
-        self, record: StepRecord, kind: str, reason: str, level: float, best: float
-    ) -> Finding:
-        return Finding(
-            kind=kind,
-            level="advisory",
-            step=record.step,
-            detector=self.name,
-            reason=reason,
-            value=level,
-            limit=best,
-            onset_step=self._onset,
-            cause="not_recovered" if kind == "plateau" else f"loss_{kind}",
+        reason = (
+            f"the loss rose and did not recover: for {config.flat_steps} steps its level has been "
+            f"{level:.4g}, {_format_rise(level, best)} above its lowest, {best:.4g}"
         )
+        return self._report(
+            record.step, reason, kind="plateau", cause="not_recovered", value=level, limit=best,
+            onset_step=onset,
+        )  # fmt: skip
 
     def rebaseline(self, steps: int = 0) -> None:
-        """Discard the level and the lowest: a planned or accepted change."""
+        """Discard the loss level and its lowest: a planned or accepted change."""
         self._losses.clear()
         self._steps.clear()
         self._noise = 0.0
@@ -353,6 +336,7 @@ class DriftDetector(Detector):
         self._reset_state()
 
     def _reset_state(self) -> None:
+        """Reset the loss's lowest levels and the drift that was reported."""
         self._num = 0
         self._lowest: list[float | None] = [None] * len(_SPANS)
         self._peaks = [0.0] * len(_SPANS)
@@ -362,7 +346,7 @@ class DriftDetector(Detector):
         """Blocks in which another finding about the loss already covers a rise."""
 
     def update(self, record: StepRecord, already: bool = False) -> tuple[Finding, ...]:
-        """Add one step and return the findings about it.
+        """Judge after one step whether the loss level drifts up; return the findings.
 
         ``already``: another finding about the loss was reported in this step.
         """
@@ -421,7 +405,7 @@ class DriftDetector(Detector):
             if rise > 2.0 * self._told:
                 self._told = rise
                 if not self._known:
-                    findings = (self._drift_finding(record, level, lowest, span, noise),)
+                    findings = self._drift_findings(record, level, lowest, span, noise)
         if back:
             # A rise that ended by itself is normal for this run.
             self._wandered = [
@@ -433,7 +417,7 @@ class DriftDetector(Detector):
         return findings
 
     def _block_noise(self) -> float:
-        """Return a block's deviation, from adjacent blocks; a few jumps do not count."""
+        """Return the noise of a block's loss, from adjacent blocks; a few jumps do not count."""
         ordered = sorted(self._differences)
         if not ordered:
             return 0.0
@@ -442,7 +426,7 @@ class DriftDetector(Detector):
         return math.sqrt(squares / len(ordered) / 2.0)
 
     def _upward_movement(self, i: int, span: int) -> float:
-        """Return the upward movement of a level from one span to the next, as a deviation.
+        """Return how much the loss level usually rises from one span to the next.
 
         Blocks that may belong to the judged rise are left out.
         """
@@ -452,32 +436,29 @@ class DriftDetector(Detector):
             return 0.0
         return math.sqrt(math.fsum(ups) / len(ups) / 2.0)
 
-    def _drift_finding(
+    def _drift_findings(
         self, record: StepRecord, level: float, lowest: float, span: int, noise: float
-    ) -> Finding:
+    ) -> tuple[Finding, ...]:
         rise = math.exp(level - lowest) - 1.0
         deviations = (level - lowest) * math.sqrt(span) / max(noise, 1e-9)
-        return Finding(
-            kind="divergence",
-            level="advisory",
-            step=record.step,
-            detector=self.name,
-            reason=f"the loss is drifting up: its level {math.exp(level):.4g} (over "
-            f"{span * _BLOCK} steps) is {100.0 * rise:.3g} % above its lowest, "
-            f"{math.exp(lowest):.4g} ({deviations:.0f} sigma)",
-            value=math.exp(level),
-            limit=math.exp(lowest),
-            onset_step=self._begins[-span],
-            cause="loss_drift",
+        value, limit = math.exp(level), math.exp(lowest)
+        reason = (
+            f"the loss is drifting up: its level {value:.4g} (over {span * _BLOCK} steps) is "
+            f"{100.0 * rise:.3g} % above its lowest, {limit:.4g} ({deviations:.0f} sigma)"
         )
+        return self._report(
+            record.step, reason, kind="divergence", cause="loss_drift", value=value, limit=limit,
+            onset_step=self._begins[-span],
+        )  # fmt: skip
 
     def _reset_blocks(self) -> None:
+        """Discard the loss levels of all blocks, and what the detector derived from them."""
         self._blocks.clear()
         self._begins.clear()
         self._reset_state()
 
     def rebaseline(self, steps: int = 0) -> None:
-        """Discard everything: a planned change."""
+        """Discard all loss levels and their noise: a planned change."""
         self._block.clear()
         self._reset_blocks()
         self._differences.clear()
@@ -567,6 +548,7 @@ class ProgressDetector(Detector):
         self._reset_state()
 
     def _reset_state(self) -> None:
+        """Discard the loss levels from which the detector measures progress."""
         self._seen = 0
         self._start: list[float] = []
         self._first: float | None = None
@@ -581,16 +563,15 @@ class ProgressDetector(Detector):
         """Loss before the collapse; the collapse ends at half of it."""
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
-        """Add one step and return the findings about it."""
+        """Judge the progress of the loss after one step; return the findings about it."""
         loss = record.loss
         if loss is None or record.skipped or not math.isfinite(loss):
             return ()
         self._losses.append(loss)
         self._seen += 1
         if self._learning >= 0:
-            self._track_warm_up(
-                record, loss
-            )  # at every step: a warm-up's rate may rise between two checks
+            # At every step: a warm-up's rate may rise between two checks.
+            self._track_warm_up(record, loss)
         if self._seen % _PROGRESS_EVERY:
             return ()
         if self._first is None:
@@ -621,6 +602,7 @@ class ProgressDetector(Detector):
     def _lost_progress_findings(
         self, record: StepRecord, losses: list[float], first: float
     ) -> tuple[Finding, ...]:
+        """Report a loss that has given back most of what the run had learned."""
         older = sorted(losses[:_LEVEL])[_LEVEL >> 1]
         self._best = older if self._best is None else min(self._best, older)
         best, gain = self._best, first - self._best
@@ -638,23 +620,20 @@ class ProgressDetector(Detector):
         self._lost = True
         self._num_lost += 1
         back = 100.0 * (min(parts) - best) / gain
-        return (
-            self._progress_finding(
-                record,
-                "lost_progress",
-                f"training progress was lost: the loss had fallen from {first:.4g} to {best:.4g}, "
-                f"and has been at {min(parts):.4g} or above for {_GIVEN_BACK} steps: {back:.0f} % "
-                "of the improvement is gone",
-                value=parts[-1],
-                limit=floor,
-                onset=record.step - _GIVEN_BACK,
-                cause="loss_lost_progress",
-            ),
+        reason = (
+            f"training progress was lost: the loss had fallen from {first:.4g} to {best:.4g}, and "
+            f"has been at {min(parts):.4g} or above for {_GIVEN_BACK} steps: {back:.0f} % of the "
+            "improvement is gone"
         )
+        return self._report(
+            record.step, reason, kind="lost_progress", cause="loss_lost_progress",
+            value=parts[-1], limit=floor, onset_step=max(record.step - _GIVEN_BACK, 0),
+        )  # fmt: skip
 
     # --------------------------------------------------------------------------- collapse
 
     def _collapse_findings(self, record: StepRecord, losses: list[float]) -> tuple[Finding, ...]:
+        """Report a loss that suddenly dropped to almost zero."""
         newest = losses[-_BOTTOM:]
         if self._collapsed is not None:
             if sorted(newest)[_BOTTOM >> 1] > 0.5 * self._collapsed:
@@ -674,25 +653,23 @@ class ProgressDetector(Detector):
             return ()
         self._collapsed = newer
         is_memorized = self._first is not None and newer < _MEMORIZED * self._first
-        return (
-            self._progress_finding(
-                record,
-                "collapse",
-                f"the loss collapsed: from {newer:.4g} to {sorted(newest)[_BOTTOM >> 1]:.4g} "
-                f"within {2 * _BOTTOM} steps; check for label leakage or a masked loss",
-                value=sorted(newest)[_BOTTOM >> 1],
-                limit=self._config.collapse * newer,
-                onset=record.step - 2 * _BOTTOM + 1,
-                cause="loss_collapse",
-                severity="log" if is_memorized else "",
-            ),
+        value = sorted(newest)[_BOTTOM >> 1]
+        reason = (
+            f"the loss collapsed: from {newer:.4g} to {value:.4g} within {2 * _BOTTOM} steps; "
+            "check for label leakage or a masked loss"
         )
+        return self._report(
+            record.step, reason, kind="collapse", cause="loss_collapse", value=value,
+            limit=self._config.collapse * newer, severity="log" if is_memorized else "",
+            onset_step=max(record.step - 2 * _BOTTOM + 1, 0),
+        )  # fmt: skip
 
     # ---------------------------------------------------------------------- never learned
 
     def _not_learning_findings(
         self, record: StepRecord, losses: list[float]
     ) -> tuple[Finding, ...]:
+        """Report a loss that does not fall from its start, or is stuck since a restart."""
         start, ordered = self._start, sorted(losses)
         if len(start) < _START or len(losses) < _KEPT or min(start) <= 0.0 or ordered[0] <= 0.0:
             return ()
@@ -726,40 +703,13 @@ class ProgressDetector(Detector):
                 f"the loss has been stuck since a restart or an announced change {num} steps ago: "
                 f"its level is {level:.4g}; it began at {began:.4g} and was {before:.4g} before"
             )
-        return (
-            self._progress_finding(
-                record, "plateau", reason, value=level,
-                limit=began if before is None else before, onset=record.step - num + 1, cause=cause,
-            ),
+        return self._report(
+            record.step, reason, kind="plateau", cause=cause, value=level,
+            limit=began if before is None else before, onset_step=max(record.step - num + 1, 0),
         )  # fmt: skip
 
-    def _progress_finding(
-        self,
-        record: StepRecord,
-        kind: str,
-        reason: str,
-        *,
-        value: float,
-        limit: float,
-        onset: int,
-        cause: str,
-        severity: Severity | Literal[""] = "",
-    ) -> Finding:
-        return Finding(
-            kind=kind,
-            level="advisory",
-            step=record.step,
-            detector=self.name,
-            reason=reason,
-            value=value,
-            limit=limit,
-            onset_step=max(onset, 0),
-            cause=cause,
-            severity=severity,
-        )
-
     def rebaseline(self, steps: int = 0) -> None:
-        """Measure progress again: a planned change or a restart; the other detectors are silent."""
+        """Measure the loss's progress again: a planned change or a restart."""
         lowest = min(
             (level for level in (self._best, self._lowest, self._before) if level is not None),
             default=None,
@@ -769,6 +719,6 @@ class ProgressDetector(Detector):
         self._reset_state()
 
     def accept_level(self) -> None:
-        """Measure progress from the accepted level: a run that is healthy there is not stuck."""
+        """Measure progress from the loss level that was accepted: the run is not stuck there."""
         self.rebaseline()
         self._learning = -1

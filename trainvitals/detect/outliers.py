@@ -13,8 +13,6 @@ data. All arithmetic here is float64 in a fixed order, so that every rank, the c
 replay get the same bits.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from bisect import bisect_left, insort
@@ -26,6 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from trainvitals.config import AboveOne, AboveZero, AtLeastOne, Settings
+from trainvitals.detect.reporter import Reporter
 from trainvitals.records import Finding, StepRecord
 from trainvitals.stateful import Stateful, StatefulRow
 from trainvitals.units import humanize_count, name_ranks
@@ -46,7 +45,7 @@ class RobustWindow(StatefulRow):
         return len(self._sorted)
 
     def push(self, value: float) -> None:
-        """Add a finite sample; the oldest leaves when the window is full."""
+        """Add a finite sample to the detector's window; the oldest leaves when it is full."""
         value += 0.0  # -0.0 becomes 0.0: equal values must also be equal bits
         arrived, ordered = self._arrived, self._sorted
         if len(ordered) == self._size:
@@ -57,35 +56,35 @@ class RobustWindow(StatefulRow):
         insort(ordered, value)
 
     def clear(self) -> None:
-        """Discard every sample."""
+        """Discard every sample that the detector compares with."""
         self._arrived.clear()
         self._sorted.clear()
 
     def values(self) -> list[float]:
-        """Return the samples, oldest first."""
+        """Return the samples of trained steps that a detector compares with, oldest first."""
         return list(self._arrived)
 
     def state(self) -> list[float]:
-        """Return the state: the samples, oldest first."""
+        """Return the detector's window as state for a snapshot: the samples, oldest first."""
         return self.values()
 
     def restore(self, values: Iterable[float]) -> None:
-        """Hold exactly these samples, oldest first; the latest ones if there are too many."""
+        """Hold exactly these samples for the detector, oldest first; the latest if too many."""
         self.clear()
         self._arrived.extend(values)
         self._sorted.extend(sorted(self._arrived))
 
     @property
     def smallest(self) -> float:
-        """The smallest sample. The window must not be empty."""
+        """Return the smallest sample in the detector's window, which must not be empty."""
         return self._sorted[0]
 
     def median(self) -> float:
-        """Return the median (the upper one of two). The window must not be empty."""
+        """Return the median of the detector's window, the upper one of two; not of an empty one."""
         return self._sorted[len(self._sorted) >> 1]
 
     def mad(self) -> float:
-        """Return the median absolute deviation from the median. The window must not be empty.
+        """Return the median absolute deviation in the detector's window; not of an empty one.
 
         The half nearest to the median is a contiguous part of the ordered samples: the part with
         the smallest reach, found by bisection.
@@ -106,29 +105,27 @@ class RobustWindow(StatefulRow):
         return reach
 
     def upper(self, fraction: float) -> float:
-        """Return the sample that only ``fraction`` of the window's samples exceed."""
+        """Return the sample that only ``fraction`` of those in the detector's window exceed."""
         return self._sorted[-1 - int(len(self._sorted) * fraction)]
 
 
-class Detector(Stateful):
-    """Judges one step after another. Reads no clock, no random number, never raises on data.
+class Detector(Reporter):
+    """Judges one step after another.
 
     Every rank, the collector and a replay run it on the same records and get the same findings.
     """
 
-    name: str
-
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
-        """Add one step and return the findings about it. Steps come in order."""
+        """Judge the numbers of one step; return the detector's findings. Steps come in order."""
         raise NotImplementedError
 
     def rebaseline(self, steps: int = 0) -> None:
-        """Discard the reference: a planned change comes within ``steps`` steps."""
+        """Discard the detector's reference: a planned change comes within ``steps`` steps."""
         raise NotImplementedError
 
 
 def is_clean(record: StepRecord) -> bool:
-    """Return whether a step may enter a reference: applied, finite, and below its limits."""
+    """Return whether a step may enter a detector's reference: applied, finite, below its limits."""
     if record.skipped or record.overflow or record.nonfinite_ranks or record.nonfinite_params:
         return False
     return not (
@@ -138,7 +135,7 @@ def is_clean(record: StepRecord) -> bool:
 
 
 def _is_nonfinite_or_outlier(value: float | None, limit: float | None) -> bool:
-    """Return whether a loss or norm is non-finite or above its limit."""
+    """Return whether a step's loss or norm is non-finite, or an outlier above its limit."""
     if value is None:
         return False
     return not math.isfinite(value) or (limit is not None and value > limit)
@@ -166,7 +163,7 @@ class NonFiniteDetector(Detector):
         self._overflows = 0
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
-        """Add one step and return the findings about it."""
+        """Judge one step: return a finding about each NaN or infinite number in it."""
         self._overflows = min(self._overflows + 1, MAX_OVERFLOWS + 1) if record.overflow else 0
         loss, norm = record.loss, record.grad_norm
         bad_loss = loss is not None and not math.isfinite(loss)
@@ -174,19 +171,22 @@ class NonFiniteDetector(Detector):
         excused = record.overflow and not bad_loss and self._overflows <= MAX_OVERFLOWS
         if not (bad_loss or bad_norm or record.nonfinite_params or record.failed_ranks):
             return ()
-        findings = []
+        findings: tuple[Finding, ...] = ()
         if record.nonfinite_params:
-            findings.append(self._nonfinite_params_finding(record))
+            findings += self._nonfinite_params_findings(record)
         if (bad_loss or bad_norm) and not excused:
-            findings.append(self._nonfinite_finding(record, bad_loss=bad_loss))
+            findings += self._nonfinite_findings(record, bad_loss=bad_loss)
         if record.failed_ranks:
-            findings.append(self._rank_failed_finding(record))
-        return tuple(findings)
+            ranks = record.failed_ranks
+            reason = f"{name_ranks(ranks)} could not measure the step"
+            rank = ranks[0] if len(ranks) == 1 else -1
+            findings += self._report(record.step, reason, kind="rank_failed", rank=rank)
+        return findings
 
     def rebaseline(self, steps: int = 0) -> None:
         """Do nothing: a planned change does not make non-finite numbers normal."""
 
-    def _nonfinite_finding(self, record: StepRecord, *, bad_loss: bool) -> Finding:
+    def _nonfinite_findings(self, record: StepRecord, *, bad_loss: bool) -> tuple[Finding, ...]:
         ranks = record.nonfinite_ranks
         what = f"loss is {record.loss}" if bad_loss else f"gradient norm is {record.grad_norm}"
         if not bad_loss and record.grad_norm is not None and math.isfinite(record.grad_norm):
@@ -194,44 +194,26 @@ class NonFiniteDetector(Detector):
         where = f" on {name_ranks(ranks)}" if ranks else ""
         if record.overflow and not bad_loss:
             what = f"{what} for more than {MAX_OVERFLOWS} steps in a row at every loss scale"
-        return Finding(
-            kind="nonfinite",
+        return self._report(
+            record.step,
+            what + where,
             level="actionable",
-            step=record.step,
-            detector=self.name,
-            reason=what + where,
             rank=ranks[0] if len(ranks) == 1 else -1,
             value=record.loss if bad_loss else record.grad_norm,
-            onset_step=record.step,
             cause="nonfinite_loss" if bad_loss else "nonfinite_gradient",
         )
 
-    def _nonfinite_params_finding(self, record: StepRecord) -> Finding:
-        ranks = record.nonfinite_ranks
-        num_ranks = humanize_count(record.nonfinite_params, "rank")
-        return Finding(
-            kind="nonfinite_params",
+    def _nonfinite_params_findings(self, record: StepRecord) -> tuple[Finding, ...]:
+        ranks, num = record.nonfinite_ranks, record.nonfinite_params
+        reason = f"parameters are non-finite on {humanize_count(num, 'rank')}"
+        rank = ranks[0] if len(ranks) == 1 == num else -1
+        return self._report(
+            record.step,
+            reason,
             level="actionable",
-            step=record.step,
-            detector=self.name,
-            reason=f"parameters are non-finite on {num_ranks}",
-            rank=ranks[0] if len(ranks) == 1 == record.nonfinite_params else -1,
-            value=float(record.nonfinite_params),
-            onset_step=record.step,
-            cause="nonfinite_params",
-        )
-
-    def _rank_failed_finding(self, record: StepRecord) -> Finding:
-        ranks = record.failed_ranks
-        return Finding(
-            kind="rank_failed",
-            level="advisory",
-            step=record.step,
-            detector=self.name,
-            reason=f"{name_ranks(ranks)} could not measure the step",
-            rank=ranks[0] if len(ranks) == 1 else -1,
-            onset_step=record.step,
-            cause="rank_failed",
+            kind="nonfinite_params",
+            rank=rank,
+            value=float(num),
         )
 
 
@@ -298,7 +280,7 @@ class _MetricReference(Stateful):
         self._age = 0
 
     def push(self, value: float) -> None:
-        """Add the value of a trained step."""
+        """Add the loss or norm of a trained step, with which outliers are compared."""
         if len(self.first) < self._config.first:
             self.first.append(value)
             self._age = 0
@@ -310,20 +292,21 @@ class _MetricReference(Stateful):
         self._age = (self._age + 1) % _EVERY
 
     def limit(self) -> float | None:
-        """Return the value above which the next step is an outlier."""
+        """Return the loss or norm above which the next step is an outlier."""
         return self._limit
 
     def clear(self) -> None:
-        """Discard the reference; the run's first values stay."""
+        """Discard the reference for outliers; the run's first values stay."""
         self.window.clear()
         self._limit, self._age = self._compute_limit(), 0
 
     def first_value(self) -> float:
-        """Return the median of the run's first values; 0 before there is one."""
+        """Return the median of the run's first losses or norms; 0 before there is one."""
         ordered = sorted(self.first)
         return ordered[len(ordered) >> 1] if ordered else 0.0
 
     def _compute_limit(self) -> float | None:
+        """Compute the limit for outliers from the median of trained steps; None if too few."""
         config = self._config
         if len(self.window) < config.warm_up:
             largest = max(map(abs, self.first), default=0.0)
@@ -357,7 +340,7 @@ class OutlierRule(Detector):
         self._suspended = 0
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
-        """Add one step and return the findings about it."""
+        """Judge one step: return a finding if it was withheld as an outlier."""
         if self._suspended:
             self._suspended -= 1
         # By the device's verdict and the limits in the record: the current limits are newer. The
@@ -373,28 +356,21 @@ class OutlierRule(Detector):
         return spikes
 
     def _spike_findings(self, record: StepRecord) -> tuple[Finding, ...]:
-        spikes = []
+        """Return the findings about a withheld step: loss, gradient norm, or both were outliers."""
+        spikes: tuple[Finding, ...] = ()
         for metric, label, value, limit in (
             ("loss", "loss", record.loss, record.loss_limit),
             ("grad_norm", "gradient norm", record.grad_norm, record.grad_norm_limit),
         ):
             if value is None or limit is None or not limit < value < math.inf:
                 continue
-            spikes.append(
-                Finding(
-                    kind="spike",
-                    level="actionable",
-                    step=record.step,
-                    detector=self.name,
-                    reason=f"{label} {value:.4g} is above its limit {limit:.4g}",
-                    rank=self._find_outlier_rank(record) if metric == "loss" else -1,
-                    value=value,
-                    limit=limit,
-                    onset_step=record.step,
-                    cause=f"{metric}_outlier",
-                )
-            )
-        return tuple(spikes)
+            reason = f"{label} {value:.4g} is above its limit {limit:.4g}"
+            rank = self._find_outlier_rank(record) if metric == "loss" else -1
+            spikes += self._report(
+                record.step, reason, level="actionable", kind="spike", cause=f"{metric}_outlier",
+                rank=rank, value=value, limit=limit,
+            )  # fmt: skip
+        return spikes
 
     def _find_outlier_rank(self, record: StepRecord) -> int:
         """Return the rank whose own loss makes the mean an outlier; -1 if no rank stands out.
@@ -407,7 +383,7 @@ class OutlierRule(Detector):
         return record.loss_max_rank if record.loss_max - record.loss >= 0.8 * excess else -1
 
     def limits(self) -> Limits:
-        """Return the limits for the next steps."""
+        """Return the limits above which the loss or norm of the next steps is an outlier."""
         if self._suspended:
             return Limits()
         loss = self._loss.limit() if self._judges_loss else None
@@ -424,11 +400,11 @@ class OutlierRule(Detector):
         return window.median(), SIGMA_PER_MAD * window.mad(), abs(self._loss.first_value())
 
     def rebaseline(self, steps: int = 0) -> None:
-        """Discard the reference, and have no limit for the next ``steps`` steps."""
+        """Discard the reference for outliers, and have no limit for the next ``steps`` steps."""
         self._loss.clear()
         self._grad_norm.clear()
         self._suspended = max(self._suspended, steps)
 
     def suspend(self, steps: int) -> None:
-        """Have no limit for the next ``steps`` steps, and keep the reference."""
+        """Let no step be an outlier for the next ``steps`` steps, and keep the reference."""
         self._suspended = max(self._suspended, steps)

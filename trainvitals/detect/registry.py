@@ -4,9 +4,7 @@ Alerts, the grouping of incidents, the Ranks page, the levels that an operator m
 docs/DETECTORS.md are made from these rows; CONTRIBUTING.md lists what a new detector needs.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -42,7 +40,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_causes(self) -> tuple[str, ...]:
-        """Name of the kind, and the causes that represent the kind in decisions."""
+        """Return the kind of finding and its causes, by which decisions name what they act on."""
         return (self.name, *self.alerts, *self.causes)
 
 
@@ -58,127 +56,112 @@ class DetectorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _acceptable_kind(name: str, alert: str = "", *, level: bool = False) -> Kind:
-    """Return a kind of finding that an operator may accept as healthy."""
+    """Return a row of the registry: a kind of finding that an operator may accept as healthy."""
     return Kind(name=name, alert=alert, is_of_the_level=level, may_be_accepted=True)
 
 
-KINDS: Mapping[str, Kind] = {
-    kind.name: kind
-    for kind in (
-        Kind(name="nonfinite"),
-        Kind(name="nonfinite_params"),
-        Kind(name="nonfinite_state", alert="NonFiniteState"),
-        # In the same domain as the GPU's own reports: an Xid at the same time is the same incident.
-        Kind(name="replica_corrupted", alert="ReplicaCorrupted", domain="gpu", subject="machine"),
-        Kind(name="replica_named", domain="gpu", subject="machine"),
-        Kind(name="settings_differ", alert="SettingsDiffer", subject="machine"),
-        Kind(name="nonfinite_streak", alert="NonFiniteStreak"),
-        Kind(name="snapshot_missed", alert="SnapshotMissed", domain="storage"),
-        Kind(name="approval_needed", alert="ApprovalNeeded"),
-        Kind(name="rank_failed", subject="machine"),
-        Kind(name="unguarded", alert="Unguarded", subject="machine"),
-        Kind(name="zero_gradient", alert="ZeroGradient"),
-        _acceptable_kind("spike", "SpikeSeen"),
-        _acceptable_kind("level_shift"),
-        _acceptable_kind("grad_explosion", "GradientExplosion"),
-        _acceptable_kind("divergence", "LossDiverged", level=True),
-        _acceptable_kind("plateau", "LossPlateau", level=True),
-        _acceptable_kind("collapse", "LossCollapsed", level=True),
-        _acceptable_kind("lost_progress", "ProgressLost", level=True),
-        _acceptable_kind("state_damaged", "StateDamaged"),
-        _acceptable_kind("lr_jump", "LearningRateAnomaly"),
-        Kind(name="learning_rate", alert="LearningRateAnomaly"),
-        Kind(name="schedule", alert="LearningRateAnomaly"),
-        Kind(
-            name="loss_scale",
-            alert="LossScaleCollapsed",
-            alerts={"overflow_rate": "LossScaleOverflows"},
-        ),
-        Kind(name="layer_gradient", alert="LayerOutlier", subject="layer"),
-        Kind(name="update_ratio", alert="LayerOutlier", subject="layer"),
-        Kind(name="weight_norm", alert="WeightNormMoved"),
-        Kind(name="activation", alert="ActivationsGrew", subject="layer"),
-        Kind(name="activation_collapse", alert="ActivationsCollapsed", subject="layer"),
-        Kind(name="policy_collapse", alert="PolicyCollapsed"),
-        Kind(name="dead_reward", alert="RewardDead"),
-        Kind(name="kl_runaway", alert="PolicyDiverged"),
-        Kind(name="truncation", alert="CompletionsCut"),
-        Kind(name="reward_hacking", alert="RewardHacked"),
-        Kind(name="policy_ratio", alert="PolicyUpdateTooLarge", causes=("clip_saturated",)),
-        Kind(name="sampler_gap", alert="SamplerDiffers"),
-        Kind(
-            name="preference",
-            alert="ChosenImprobable",
-            alerts={"preference_leak": "PreferenceLeaked"},
-        ),
-        Kind(name="throughput", alert="ThroughputFell", domain="speed"),
-        Kind(
-            name="data_bound",
-            alert="DataBound",
-            causes=("data_bound_rank", "loader_stall"),
-            domain="speed",
-            subject="machine",
-        ),
-        Kind(
-            name="straggler",
-            alert="StragglerRank",
-            causes=(
-                "straggler_data",
-                "straggler_host",
-                "straggler_forward",
-                "straggler_backward",
-                "straggler_link",
-                "straggler_optimizer",
-                "straggler_checkpoint",
-                "straggler_gpu",
-            ),
-            domain="speed",
-            subject="machine",
-        ),
-        Kind(name="stalled", alert="TrainingStalled", domain="speed", subject="machine"),
-        Kind(name="waiting", domain="speed", subject="machine"),
-        Kind(name="hang", alert="RankHung", has_one_alert=True, domain="speed", subject="machine"),
-        Kind(name="memory_creep", alert="MemoryCreep", domain="memory", subject="machine"),
-        Kind(name="rank_loss", alert="RankLossApart", subject="machine"),
-        Kind(name="reduction", alert="ReductionWrong", subject="machine"),
-        Kind(
-            name="checkpoint_overdue",
-            alert="CheckpointOverdue",
-            domain="storage",
-            subject="machine",
-        ),
-        Kind(
-            name="gpu_throttle",
-            alert="GpuThrottled",
-            alerts={"gpu_power_cap": "GpuPowerCapped"},
-            domain="speed",
-            subject="machine",
-        ),
-        Kind(
-            name="gpu_xid",
-            alert="GpuErrors",
-            alerts={"xid_fatal": "GpuFault"},
-            domain="gpu",
-            subject="machine",
-        ),
-        Kind(
-            name="gpu_ecc",
-            alert="GpuErrors",
-            alerts={"ecc_uncorrected": "GpuFault"},
-            domain="gpu",
-            subject="machine",
-        ),
-        Kind(name="stream_stopped", alert="StreamStopped", domain="storage", subject="machine"),
-        Kind(name="user_alert", alert="UserAlert"),
-        Kind(
-            name="gpu_lost",
-            alert="GpuLost",
-            causes=("gpu_hung",),
-            domain="gpu",
-            subject="machine",
-        ),
+def _machine_kind(
+    name: str,
+    alert: str = "",
+    domain: Domain = "numbers",
+    *,
+    alerts: Mapping[str, str] | None = None,
+    causes: tuple[str, ...] = (),
+    has_one_alert: bool = False,
+) -> Kind:
+    """Return a kind of finding about a rank, a GPU, a node or its disks."""
+    return Kind(
+        name=name,
+        alert=alert,
+        alerts=alerts or {},
+        causes=causes,
+        domain=domain,
+        subject="machine",
+        has_one_alert=has_one_alert,
     )
-}
+
+
+_KINDS = (
+    Kind(name="nonfinite"),
+    Kind(name="nonfinite_params"),
+    Kind(name="nonfinite_state", alert="NonFiniteState"),
+    # In the same domain as the GPU's own reports: an Xid at the same time is the same incident.
+    _machine_kind("replica_corrupted", "ReplicaCorrupted", "gpu"),
+    _machine_kind("replica_named", domain="gpu"),
+    _machine_kind("settings_differ", "SettingsDiffer"),
+    Kind(name="nonfinite_streak", alert="NonFiniteStreak"),
+    Kind(name="snapshot_missed", alert="SnapshotMissed", domain="storage"),
+    Kind(name="approval_needed", alert="ApprovalNeeded"),
+    _machine_kind("rank_failed"),
+    _machine_kind("unguarded", "Unguarded"),
+    Kind(name="zero_gradient", alert="ZeroGradient"),
+    _acceptable_kind("spike", "SpikeSeen"),
+    _acceptable_kind("level_shift"),
+    _acceptable_kind("grad_explosion", "GradientExplosion"),
+    _acceptable_kind("divergence", "LossDiverged", level=True),
+    _acceptable_kind("plateau", "LossPlateau", level=True),
+    _acceptable_kind("collapse", "LossCollapsed", level=True),
+    _acceptable_kind("lost_progress", "ProgressLost", level=True),
+    _acceptable_kind("state_damaged", "StateDamaged"),
+    _acceptable_kind("lr_jump", "LearningRateAnomaly"),
+    Kind(name="learning_rate", alert="LearningRateAnomaly"),
+    Kind(name="schedule", alert="LearningRateAnomaly"),
+    Kind(
+        name="loss_scale",
+        alert="LossScaleCollapsed",
+        alerts={"overflow_rate": "LossScaleOverflows"},
+    ),
+    Kind(name="layer_gradient", alert="LayerOutlier", subject="layer"),
+    Kind(name="update_ratio", alert="LayerOutlier", subject="layer"),
+    Kind(name="weight_norm", alert="WeightNormMoved"),
+    Kind(name="activation", alert="ActivationsGrew", subject="layer"),
+    Kind(name="activation_collapse", alert="ActivationsCollapsed", subject="layer"),
+    Kind(name="policy_collapse", alert="PolicyCollapsed"),
+    Kind(name="dead_reward", alert="RewardDead"),
+    Kind(name="kl_runaway", alert="PolicyDiverged"),
+    Kind(name="truncation", alert="CompletionsCut"),
+    Kind(name="reward_hacking", alert="RewardHacked"),
+    Kind(name="policy_ratio", alert="PolicyUpdateTooLarge", causes=("clip_saturated",)),
+    Kind(name="sampler_gap", alert="SamplerDiffers"),
+    Kind(
+        name="preference",
+        alert="ChosenImprobable",
+        alerts={"preference_leak": "PreferenceLeaked"},
+    ),
+    Kind(name="throughput", alert="ThroughputFell", domain="speed"),
+    _machine_kind("data_bound", "DataBound", "speed", causes=("data_bound_rank", "loader_stall")),
+    _machine_kind(
+        "straggler",
+        "StragglerRank",
+        "speed",
+        causes=(
+            "straggler_data",
+            "straggler_host",
+            "straggler_forward",
+            "straggler_backward",
+            "straggler_link",
+            "straggler_optimizer",
+            "straggler_checkpoint",
+            "straggler_gpu",
+        ),
+    ),
+    _machine_kind("stalled", "TrainingStalled", "speed"),
+    _machine_kind("waiting", domain="speed"),
+    _machine_kind("hang", "RankHung", "speed", has_one_alert=True),
+    _machine_kind("memory_creep", "MemoryCreep", "memory"),
+    _machine_kind("rank_loss", "RankLossApart"),
+    _machine_kind("reduction", "ReductionWrong"),
+    _machine_kind("checkpoint_overdue", "CheckpointOverdue", "storage"),
+    _machine_kind(
+        "gpu_throttle", "GpuThrottled", "speed", alerts={"gpu_power_cap": "GpuPowerCapped"}
+    ),
+    _machine_kind("gpu_xid", "GpuErrors", "gpu", alerts={"xid_fatal": "GpuFault"}),
+    _machine_kind("gpu_ecc", "GpuErrors", "gpu", alerts={"ecc_uncorrected": "GpuFault"}),
+    _machine_kind("stream_stopped", "StreamStopped", "storage"),
+    Kind(name="user_alert", alert="UserAlert"),
+    _machine_kind("gpu_lost", "GpuLost", "gpu", causes=("gpu_hung",)),
+)
+KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _KINDS}
 
 ACTED_CAUSES = (
     "nonfinite_loss",
@@ -204,151 +187,98 @@ def countable_cause(cause: str) -> str:
     return cause if cause in ACTED_CAUSES else "other"
 
 
-DETECTORS: Mapping[str, DetectorSpec] = {
-    spec.name: spec
-    for spec in (
-        # In every rank, in the order in which they run.
-        DetectorSpec(
-            name="nonfinite",
-            where="rank",
-            kinds={
-                "nonfinite": "actionable",
-                "nonfinite_params": "actionable",
-                "nonfinite_streak": "advisory",
-                "rank_failed": "advisory",
-            },
-        ),
-        DetectorSpec(
-            name="guard",
-            where="rank",
-            kinds={"unguarded": "advisory", "zero_gradient": "advisory"},
-        ),
-        DetectorSpec(
-            name="loss_spike",
-            where="rank",
-            kinds={"spike": "advisory", "level_shift": "advisory"},
-            section="loss",
-        ),
-        DetectorSpec(
-            name="grad_norm_spike",
-            where="rank",
-            kinds={"spike": "advisory", "level_shift": "advisory"},
-            section="grad_norm",
-        ),
-        DetectorSpec(
-            name="grad_norm_burst",
-            where="rank",
-            kinds={"grad_explosion": "advisory"},
-            section="burst",
-        ),
-        DetectorSpec(
-            name="loss_level",
-            where="rank",
-            kinds={"divergence": "advisory", "plateau": "advisory"},
-            section="level",
-        ),
-        DetectorSpec(
-            name="loss_drift", where="rank", kinds={"divergence": "advisory"}, section="drift"
-        ),
-        DetectorSpec(
-            name="loss_progress",
-            where="rank",
-            kinds={"lost_progress": "advisory", "plateau": "advisory", "collapse": "advisory"},
-            section="progress",
-        ),
-        # Inputs of the policy's decisions.
-        DetectorSpec(
-            name="outlier",
-            where="rank",
-            kinds={"spike": "actionable"},
-            section="outlier",
-        ),
-        DetectorSpec(
-            name="probe", where="rank", kinds={"state_damaged": "actionable"}, section="ladder"
-        ),
-        DetectorSpec(
-            name="evaluation", where="rank", kinds={"state_damaged": "actionable"}, section="ladder"
-        ),
-        DetectorSpec(
-            name="snapshots",
-            where="rank",
-            kinds={"nonfinite_state": "actionable", "snapshot_missed": "advisory"},
-            section="ladder",
-        ),
-        DetectorSpec(
-            name="replicas",
-            where="rank",
-            kinds={
-                "replica_corrupted": "actionable",
-                "settings_differ": "advisory",
-                "replica_named": "advisory",
-            },
-            section="ladder",
-        ),
-        DetectorSpec(
-            name="policy", where="rank", kinds={"approval_needed": "advisory"}, section="ladder"
-        ),
-        # Custom alerts: rules of the settings file, and `monitor.alert`.
-        DetectorSpec(name="rule", where="rank", kinds={"user_alert": "advisory"}),
-        DetectorSpec(name="loop", where="rank", kinds={"user_alert": "advisory"}),
-        # Compared with the schedule that the run declared.
-        DetectorSpec(name="schedule", where="rank", kinds={"schedule": "advisory"}),
-        # Over the merged steps of all ranks; each rank reports its own rate.
-        DetectorSpec(
-            name="learning_rate",
-            where="collector",
-            kinds={"learning_rate": "advisory", "lr_jump": "advisory"},
-        ),
-        DetectorSpec(name="loss_scale", where="collector", kinds={"loss_scale": "advisory"}),
-        DetectorSpec(
-            name="layer_gradient", where="collector", kinds={"layer_gradient": "advisory"}
-        ),
-        DetectorSpec(name="update_ratio", where="collector", kinds={"update_ratio": "advisory"}),
-        DetectorSpec(
-            name="activation",
-            where="collector",
-            kinds={"activation": "advisory", "activation_collapse": "advisory"},
-        ),
-        DetectorSpec(name="weight_norm", where="collector", kinds={"weight_norm": "advisory"}),
-        DetectorSpec(name="throughput", where="collector", kinds={"throughput": "advisory"}),
-        DetectorSpec(name="data_bound", where="collector", kinds={"data_bound": "advisory"}),
-        DetectorSpec(name="straggler", where="collector", kinds={"straggler": "advisory"}),
-        DetectorSpec(name="memory_creep", where="collector", kinds={"memory_creep": "advisory"}),
-        DetectorSpec(name="rank_loss", where="collector", kinds={"rank_loss": "advisory"}),
-        DetectorSpec(name="reduction", where="collector", kinds={"reduction": "advisory"}),
-        DetectorSpec(name="stalled", where="collector", kinds={"stalled": "advisory"}),
-        DetectorSpec(
-            name="checkpoint_overdue", where="collector", kinds={"checkpoint_overdue": "advisory"}
-        ),
-        # Over the scalars of a post-training run, if it declared its kind.
-        DetectorSpec(
-            name="policy_collapse", where="collector", kinds={"policy_collapse": "advisory"}
-        ),
-        DetectorSpec(name="dead_reward", where="collector", kinds={"dead_reward": "advisory"}),
-        DetectorSpec(name="kl_runaway", where="collector", kinds={"kl_runaway": "advisory"}),
-        DetectorSpec(name="truncation", where="collector", kinds={"truncation": "advisory"}),
-        DetectorSpec(
-            name="reward_hacking", where="collector", kinds={"reward_hacking": "advisory"}
-        ),
-        DetectorSpec(name="policy_ratio", where="collector", kinds={"policy_ratio": "advisory"}),
-        DetectorSpec(name="sampler_gap", where="collector", kinds={"sampler_gap": "advisory"}),
-        DetectorSpec(name="preference", where="collector", kinds={"preference": "advisory"}),
-        # Over the heartbeats of the ranks; in the collector for a job on several nodes.
-        DetectorSpec(
-            name="hang",
-            where="agent",
-            kinds={"waiting": "advisory", "hang": "advisory"},
-        ),
-        # Over the samples of a node's GPUs.
-        DetectorSpec(name="gpu_throttle", where="agent", kinds={"gpu_throttle": "advisory"}),
-        DetectorSpec(
-            name="gpu_error", where="agent", kinds={"gpu_ecc": "advisory", "gpu_xid": "advisory"}
-        ),
-        DetectorSpec(name="gpu_lost", where="agent", kinds={"gpu_lost": "advisory"}),
-        # Over the collector's replies to what a node sends.
-        DetectorSpec(name="shipper", where="agent", kinds={"stream_stopped": "advisory"}),
-    )
-}
+def _detector(
+    where: Where, name: str, *advisory: str, actionable: Sequence[str] = (), section: str = ""
+) -> DetectorSpec:
+    """Return a detector and the kinds of its findings; without any, its name is the kind.
+
+    Args:
+        where: place where it runs.
+        name: its name.
+        advisory: kinds that are only reported.
+        actionable: kinds that lead to an action.
+        section: its section of the settings.
+    """
+    if not advisory and not actionable:
+        advisory = (name,)
+    kinds: dict[str, Level] = {
+        **dict.fromkeys(actionable, "actionable"),
+        **dict.fromkeys(advisory, "advisory"),
+    }
+    return DetectorSpec(name=name, where=where, kinds=kinds, section=section)
+
+
+_DETECTORS = (
+    # In every rank, in the order in which they run.
+    _detector(
+        "rank",
+        "nonfinite",
+        "nonfinite_streak",
+        "rank_failed",
+        actionable=("nonfinite", "nonfinite_params"),
+    ),
+    _detector("rank", "guard", "unguarded", "zero_gradient"),
+    _detector("rank", "loss_spike", "spike", "level_shift", section="loss"),
+    _detector("rank", "grad_norm_spike", "spike", "level_shift", section="grad_norm"),
+    _detector("rank", "grad_norm_burst", "grad_explosion", section="burst"),
+    _detector("rank", "loss_level", "divergence", "plateau", section="level"),
+    _detector("rank", "loss_drift", "divergence", section="drift"),
+    _detector("rank", "loss_progress", "lost_progress", "plateau", "collapse", section="progress"),
+    # Inputs of the policy's decisions.
+    _detector("rank", "outlier", actionable=("spike",), section="outlier"),
+    _detector("rank", "probe", actionable=("state_damaged",), section="ladder"),
+    _detector("rank", "evaluation", actionable=("state_damaged",), section="ladder"),
+    _detector(
+        "rank", "snapshots", "snapshot_missed", actionable=("nonfinite_state",), section="ladder"
+    ),
+    _detector(
+        "rank",
+        "replicas",
+        "settings_differ",
+        "replica_named",
+        actionable=("replica_corrupted",),
+        section="ladder",
+    ),
+    _detector("rank", "policy", "approval_needed", section="ladder"),
+    # Custom alerts: rules of the settings file, and `monitor.alert`.
+    _detector("rank", "rule", "user_alert"),
+    _detector("rank", "loop", "user_alert"),
+    # Compared with the schedule that the run declared.
+    _detector("rank", "schedule"),
+    # Over the merged steps of all ranks; each rank reports its own rate.
+    _detector("collector", "learning_rate", "learning_rate", "lr_jump"),
+    _detector("collector", "loss_scale"),
+    _detector("collector", "layer_gradient"),
+    _detector("collector", "update_ratio"),
+    _detector("collector", "activation", "activation", "activation_collapse"),
+    _detector("collector", "weight_norm"),
+    _detector("collector", "throughput"),
+    _detector("collector", "data_bound"),
+    _detector("collector", "straggler"),
+    _detector("collector", "memory_creep"),
+    _detector("collector", "rank_loss"),
+    _detector("collector", "reduction"),
+    _detector("collector", "stalled"),
+    _detector("collector", "checkpoint_overdue"),
+    # Over the scalars of a post-training run, if it declared its kind.
+    _detector("collector", "policy_collapse"),
+    _detector("collector", "dead_reward"),
+    _detector("collector", "kl_runaway"),
+    _detector("collector", "truncation"),
+    _detector("collector", "reward_hacking"),
+    _detector("collector", "policy_ratio"),
+    _detector("collector", "sampler_gap"),
+    _detector("collector", "preference"),
+    # Over the heartbeats of the ranks; in the collector for a job on several nodes.
+    _detector("agent", "hang", "waiting", "hang"),
+    # Over the samples of a node's GPUs.
+    _detector("agent", "gpu_throttle"),
+    _detector("agent", "gpu_error", "gpu_ecc", "gpu_xid"),
+    _detector("agent", "gpu_lost"),
+    # Over the collector's replies to what a node sends.
+    _detector("agent", "shipper", "stream_stopped"),
+)
+DETECTORS: Mapping[str, DetectorSpec] = {spec.name: spec for spec in _DETECTORS}
 
 DOMAINS: Mapping[str, Domain] = {
     cause: kind.domain for kind in KINDS.values() for cause in kind.all_causes
@@ -357,11 +287,11 @@ DOMAINS: Mapping[str, Domain] = {
 
 
 def kinds_about(subject: Subject) -> frozenset[str]:
-    """Return the kinds of findings about a subject, such as machines."""
+    """Return the registered kinds of findings about a subject, such as machines."""
     return frozenset(kind.name for kind in KINDS.values() if kind.subject == subject)
 
 
 def finding_alert_name(kind: str, cause: str) -> str:
-    """Return the name of the alert that such a finding raises by itself; empty: none."""
+    """Return the alert that the registry of kinds gives to such a finding; empty: none."""
     row = KINDS.get(kind)
     return "" if row is None else row.alerts.get(cause, row.alert)

@@ -1,7 +1,5 @@
 """The wrong one of several replicas: found by a vote of the ranks, or by a replay. Pure."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -22,14 +20,14 @@ class FingerprintVote(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """The one wrong rank; -1 if there is none, or several, or if it is unknown."""
+        """Return the one rank whose replica is wrong; -1 if none, several or unknown."""
         return self.suspects[0] if len(self.suspects) == 1 else -1
 
 
 def vote_on_fingerprints(
     fingerprints: Sequence[object], groups: Sequence[Sequence[int]]
 ) -> FingerprintVote:
-    """Return the ranks that differ from the others.
+    """Detect wrong replicas: return the ranks whose fingerprints differ from the others'.
 
     Args:
         fingerprints: each rank's fingerprint of its replicas; a false value is ignored.
@@ -50,7 +48,7 @@ def vote_on_fingerprints(
 
 
 def minority(fingerprints: Sequence[float]) -> tuple[int, ...]:
-    """Return the ranks that differ from the majority; () if all given fingerprints agree.
+    """Return the ranks whose replicas differ from the majority's; () if all fingerprints agree.
 
     With two equal halves, the half with the lowest rank counts as correct. 0 is ignored.
     """
@@ -58,7 +56,7 @@ def minority(fingerprints: Sequence[float]) -> tuple[int, ...]:
 
 
 def find_farthest_rank(distances: Mapping[int, float]) -> int:
-    """Return the rank that is clearly further than all others from a replay; -1: no rank."""
+    """Detect the rank whose replica is clearly furthest from a replay; -1: no rank."""
     if len(distances) < 2:
         return -1
     (second, _), (first, rank) = sorted((d, r) for r, d in distances.items())[-2:]
@@ -66,7 +64,7 @@ def find_farthest_rank(distances: Mapping[int, float]) -> int:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return a list of ranks as text, at most eight.
+    """Return the ranks with wrong replicas as text, at most eight.
 
     >>> shown((1,)), shown((0, 2))
     ('rank 1', 'ranks 0, 2')

@@ -9,8 +9,6 @@ These rules only report. Whether an update is skipped is decided by the escalati
 limits of its own.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import deque
@@ -201,6 +199,7 @@ class SpikeDetector(Detector):
         self._reset_state()
 
     def _reset_state(self) -> None:
+        """Discard the spread of clean steps and all evidence of a spike."""
         self._farthest = 0.0
         self._wandered = 0.0
         self._highest = 0.0
@@ -211,14 +210,14 @@ class SpikeDetector(Detector):
         self._end_episode()
 
     def _end_episode(self) -> None:
-        """End the current episode: evidence is discarded."""
+        """End the current episode of high steps: the evidence of a spike is discarded."""
         self._sum, self._peak, self._onset = 0.0, 0.0, -1
         self._num, self._height, self._usual = 0, 0.0, 0
         self._told = self._silent = False
         self._held: list[float] = []
 
     def update(self, record: StepRecord, clean: bool | None = None) -> tuple[Finding, ...]:
-        """Add one step and return the findings about it."""
+        """Judge the loss or gradient norm of one step; return the findings about spikes."""
         if self._suspended:
             self._suspended -= 1  # steps without a value count too: the announcement was in steps
         value = record.loss if self.metric == "loss" else record.grad_norm
@@ -344,7 +343,7 @@ class SpikeDetector(Detector):
             silent = self._record_single_outlier(math.log((value - course) / (limit - course)))
             if len(self._held) >= self._config.accept_after:
                 self._adopt_level(self._held)
-            return () if silent else (self._spike(record, value, limit, record.step),)
+            return () if silent else self._spike(record, value, limit, record.step)
         self._held.clear()
         if clean:
             self._push_trend(value)
@@ -374,6 +373,7 @@ class SpikeDetector(Detector):
     def _outlier(
         self, record: StepRecord, value: float, logarithm: float, distance: float, beyond: float
     ) -> tuple[Finding, ...]:
+        """Judge a single step above the limit: a spike, noise, or a new level."""
         assert self._far is not None
         limit = min(self._course.median() * math.exp(min(self._far, _LARGEST_EXPONENT)), _LARGEST)
         self._update_evidence_sum(record, distance, beyond)
@@ -385,11 +385,12 @@ class SpikeDetector(Detector):
         silent = self._record_single_outlier(distance)
         self._silent = silent = self._record_report() or silent or self._is_known(logarithm)
         shift = self._accept_if_steady(record)
-        if silent:
-            return shift
-        return (self._spike(record, value, limit, onset), *shift)
+        return shift if silent else self._spike(record, value, limit, onset) + shift
 
-    def _spike(self, record: StepRecord, value: float, limit: float, onset: int) -> Finding:
+    def _spike(
+        self, record: StepRecord, value: float, limit: float, onset: int
+    ) -> tuple[Finding, ...]:
+        """Return the finding that one step's loss or gradient norm is a spike."""
         label = "loss" if self.metric == "loss" else "gradient norm"
         more = ""
         if self._recurring_told == self._clock:
@@ -398,17 +399,10 @@ class SpikeDetector(Detector):
                 f"; such single spikes recur ({num} in {self._clock - first + 1} steps) and are "
                 "no longer reported up to 1.5x the highest"
             )
-        return Finding(
-            kind="spike",
-            level="advisory",
-            step=record.step,
-            detector=self.name,
-            reason=f"{label} {value:.4g} is above its limit {limit:.4g}{more}",
-            value=value,
-            limit=limit,
-            onset_step=onset,
-            cause=f"{self.metric}_outlier",
-        )
+        return self._report(
+            record.step, f"{label} {value:.4g} is above its limit {limit:.4g}{more}", kind="spike",
+            cause=f"{self.metric}_outlier", value=value, limit=limit, onset_step=onset,
+        )  # fmt: skip
 
     def _judge_evidence(
         self,
@@ -419,7 +413,7 @@ class SpikeDetector(Detector):
         beyond: float,
         clean: bool,
     ) -> tuple[Finding, ...]:
-        """Add up a step that is below the limit; hold it back while there is evidence."""
+        """Add up a step below the limit; hold it back while there is evidence of a spike."""
         self._update_evidence_sum(record, distance, beyond)
         if self._sum == 0.0:
             self._end_evidence(value, logarithm, distance, clean)
@@ -433,7 +427,7 @@ class SpikeDetector(Detector):
         findings: tuple[Finding, ...] = ()
         if self._is_burst(beyond):
             self._silent = self._record_report() or self._is_known(logarithm)
-            findings = () if self._silent else (self._burst_finding(record, value),)
+            findings = () if self._silent else self._burst_findings(record, value)
         return findings + self._accept_if_steady(record)
 
     def _is_burst(self, beyond: float) -> bool:
@@ -447,24 +441,21 @@ class SpikeDetector(Detector):
             return False
         return height >= max(math.log(_TOGETHER), _OF_HIGHER * self._highest)
 
-    def _burst_finding(self, record: StepRecord, value: float) -> Finding:
+    def _burst_findings(self, record: StepRecord, value: float) -> tuple[Finding, ...]:
         course = self._course.median()
         ratio = math.exp(self._height / self._num)
-        return Finding(
-            kind="spike",
-            level="advisory",
-            step=record.step,
-            detector=self.name,
-            reason=f"the loss has been high since step {self._onset}: {self._num} steps average "
-            f"{ratio:.3g}x its usual {course:.4g}; the last is {value:.4g}",
-            value=value,
-            limit=course * math.exp(self._middle + _ALLOWANCE * self._sigma),
-            onset_step=self._onset,
-            cause=f"{self.metric}_burst",
+        limit = course * math.exp(self._middle + _ALLOWANCE * self._sigma)
+        reason = (
+            f"the loss has been high since step {self._onset}: {self._num} steps average "
+            f"{ratio:.3g}x its usual {course:.4g}; the last is {value:.4g}"
         )
+        return self._report(
+            record.step, reason, kind="spike", cause=f"{self.metric}_burst", value=value,
+            limit=limit, onset_step=self._onset,
+        )  # fmt: skip
 
     def _end_evidence(self, value: float, logarithm: float, distance: float, clean: bool) -> None:
-        """End evidence without a report, or a reported episode, and continue from here."""
+        """End the evidence of a spike, reported or not, and continue from this step."""
         if self._enough:
             most = self._peak if not self._told else min(self._peak, self._enough)
             self._wandered = max(self._wandered, most)
@@ -475,7 +466,7 @@ class SpikeDetector(Detector):
     # --------------------------------------------------------------------- what is known
 
     def _record_report(self) -> bool:
-        """Record the report of an episode; return whether episodes come at regular intervals."""
+        """Record a reported spike; return whether such episodes come at regular intervals."""
         begins = self._begins
         if not self._told:
             self._told = True
@@ -522,14 +513,14 @@ class SpikeDetector(Detector):
         return distance <= max(group[3] for group in singles) + math.log(1.5)
 
     def _is_noise(self) -> bool:
-        """Record an outlier; return whether too many start, so that the reference is wrong."""
+        """Record an outlier; return whether so many spikes start that the reference is wrong."""
         rises, groups = self._rises, self._groups
         if not groups or self._clock - groups[-1][1] > 1:
             rises.append(self._clock)
         return len(rises) == _NOISE_BEGINS and rises[-1] - rises[0] <= _NOISE_WITHIN
 
     def _restart_reference(self) -> None:
-        """Start again from all of the latest steps."""
+        """Learn from all of the latest steps again what is not a spike."""
         values = list(self._newest)
         course = math.log(sorted(values)[len(values) // 2])
         self._deviations.restore([math.log(value) - course for value in values])
@@ -539,7 +530,7 @@ class SpikeDetector(Detector):
         self._refresh_spread()
 
     def _accept_if_steady(self, record: StepRecord) -> tuple[Finding, ...]:
-        """Make high steps in a row the new level, if they are many and similar."""
+        """Accept high steps in a row as the metric's new level, if they are many and similar."""
         outliers, num = self._held, self._config.accept_after
         if len(outliers) < num:
             return ()
@@ -554,9 +545,8 @@ class SpikeDetector(Detector):
         steady = bottom > 0.0 and high <= low * _STEADY_RATIO and top <= widest * bottom
         high = self._middle + _ALLOWANCE * self._sigma
         if low > 0.0 and math.log(newer.median() / self._course.median()) < high:
-            self._adopt_level(
-                outliers[-num:]
-            )  # it has come back: the trend is at its current values
+            # It has come back: the trend is at its current values.
+            self._adopt_level(outliers[-num:])
             self._accepted = []
             return ()
         # Values that still fall are returning, and not a level.
@@ -571,21 +561,14 @@ class SpikeDetector(Detector):
         self._adopt_level(outliers[-num:])
         if not was_told:
             return ()
-        shift = Finding(
-            kind="level_shift",
-            level="advisory",
-            step=record.step,
-            detector=self.name,
-            reason=f"{num} high steps in a row around {level:.4g}: accepted as the new level",
-            value=level,
-            limit=course,
-            onset_step=onset,
-            cause=f"{self.metric}_level_shift",
-        )
-        return (shift,)
+        reason = f"{num} high steps in a row around {level:.4g}: accepted as the new level"
+        return self._report(
+            record.step, reason, kind="level_shift", cause=f"{self.metric}_level_shift",
+            value=level, limit=course, onset_step=onset,
+        )  # fmt: skip
 
     def _adopt_level(self, values: list[float]) -> None:
-        """Make these values the trend from now on; the spread around it stays."""
+        """Make these values the level above which spikes are found; the spread stays."""
         recent = values[-self._config.trend_window :]
         highest = max(values)
         self._end_episode()
@@ -598,7 +581,7 @@ class SpikeDetector(Detector):
             self._refresh_spread()
 
     def rebaseline(self, steps: int = 0) -> None:
-        """Discard the reference, and have no limit for the next ``steps`` steps and a warm-up."""
+        """Discard the reference for spikes; have no limit for ``steps`` steps and a warm-up."""
         self._deviations.clear()
         self._course.clear()
         self._groups.clear()
@@ -691,7 +674,7 @@ class BurstDetector(Detector):
         """1: this burst was logged; 2: a message was sent, or none is worth sending."""
 
     def update(self, record: StepRecord, clean: bool | None = None) -> tuple[Finding, ...]:
-        """Add one step and return the findings about it.
+        """Judge the gradient norm of one step; return the finding about a burst.
 
         ``clean``: whether it may enter the reference; None: decide by the record itself.
         """
@@ -716,7 +699,7 @@ class BurstDetector(Detector):
         return self._add_evidence(record, norm, beyond, clean)
 
     def _loss_falls(self, record: StepRecord) -> bool:
-        """Return whether the loss is below its recent median; record it."""
+        """Return whether the step's loss is below its recent median; record it."""
         loss = record.loss
         if loss is None or not math.isfinite(loss):
             return False
@@ -727,7 +710,7 @@ class BurstDetector(Detector):
         return falls
 
     def _distance(self, norm: float) -> float:
-        """Return the distance of the norm above the median, in deviations of its logarithm."""
+        """Return the distance of a step's norm above the median, in deviations of its logarithm."""
         middle = self._deviations.median()
         deviation = max(
             _NORM_DEVIATION,
@@ -760,20 +743,14 @@ class BurstDetector(Detector):
         if not before and self._record_burst(math.log(norm / usual)):
             self._told = 2
             return ()
-        finding = Finding(
-            kind="grad_explosion",
-            level="advisory",
-            step=record.step,
-            detector=self.name,
-            reason=f"the gradient norm has been rising since step {self._onset}: {norm:.4g} is "
-            f"{norm / usual:.3g}x its median {usual:.4g}",
-            value=norm,
-            limit=usual,
-            onset_step=self._onset,
-            cause="grad_norm_burst",
-            severity="notify" if is_notable else "log",
+        reason = (
+            f"the gradient norm has been rising since step {self._onset}: {norm:.4g} is "
+            f"{norm / usual:.3g}x its median {usual:.4g}"
         )
-        return (finding,)
+        return self._report(
+            record.step, reason, kind="grad_explosion", cause="grad_norm_burst", value=norm,
+            limit=usual, onset_step=self._onset, severity="notify" if is_notable else "log",
+        )  # fmt: skip
 
     def _record_burst(self, distance: float) -> bool:
         """Record a burst; return whether bursts like it keep recurring."""
@@ -783,6 +760,7 @@ class BurstDetector(Detector):
         return len(earlier) >= config.recurs and distance <= max(earlier) + _HIGHER
 
     def _end_burst(self) -> None:
+        """End the current burst of high gradient norms: its evidence is discarded."""
         self._held.clear()
         self._sum, self._onset, self._told = 0.0, -1, 0
 
@@ -795,7 +773,7 @@ class BurstDetector(Detector):
         self._window.push(norm)
 
     def rebaseline(self, steps: int = 0) -> None:
-        """Discard the reference: a planned or accepted change."""
+        """Discard the gradient norms with which bursts are compared: a planned change."""
         self._window.clear()
         self._deviations.clear()
         self._course.clear()

@@ -12,8 +12,6 @@ Both end as findings of the kind ``user_alert`` whose cause is the alert's name:
 handled like the alerts of Vitals. Pure: reads no clock, and sees one value after the other.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import operator
@@ -27,6 +25,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 from msgspec.structs import replace
 
+from trainvitals.detect.reporter import make_finding
 from trainvitals.errors import ConfigError, UsageError
 from trainvitals.records import Finding, Severity
 from trainvitals.stateful import Stateful
@@ -92,14 +91,14 @@ class RuleCondition(NamedTuple):
 
     @property
     def measure(self) -> str:
-        """The measure that is compared with the limit, as written."""
+        """Return the measure that a custom rule compares with its limit, as written."""
         if self.function == "last":
             return self.series
         return f"{self.function}({self.series}, {self.window})"
 
 
 def parse_condition(text: str) -> RuleCondition:
-    """Return the condition in a string.
+    """Return the condition of a custom rule from its text.
 
     Raises:
         ValueError: it is not a condition; the message contains the expected form.
@@ -130,7 +129,7 @@ def parse_condition(text: str) -> RuleCondition:
 
 
 def _parse_window(function: str, text: str | None) -> int:
-    """Return the window of a rule's function, as a number of values."""
+    """Return the window of a custom rule's function, as a number of values."""
     if function == "last":
         if text is not None:
             raise ValueError("last(...) takes no window")
@@ -185,7 +184,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def alert_name_error(name: object) -> str:
-    """Return what is wrong with an alert's name; empty if it is valid."""
+    """Return why the name of a custom rule or alert is invalid; empty if it is valid."""
     if isinstance(name, str) and name.isprintable() and 0 < len(name.strip()) <= MAX_NAME:
         return ""
     shown = repr(name) if len(repr(name)) <= MAX_NAME else f"{repr(name)[:40]}..."
@@ -193,12 +192,12 @@ def alert_name_error(name: object) -> str:
 
 
 def alert_level_error(level: object) -> str:
-    """Return what is wrong with an alert's level; empty if it is valid."""
+    """Return why the level of a custom rule or alert is invalid; empty if it is valid."""
     return "" if level in SEVERITIES else f"level is {level!r}; it must be page, notify or log"
 
 
 def refuse_alert(name: object, level: object) -> None:
-    """Refuse an invalid alert.
+    """Refuse an invalid custom alert, which the training loop raises by name.
 
     Raises:
         UsageError: its name or its level is invalid.
@@ -211,7 +210,7 @@ def refuse_alert(name: object, level: object) -> None:
 
 
 def load_rules(path: Path) -> tuple[Rule, ...]:
-    """Return the rules of a settings file, which is valid TOML.
+    """Return the custom rules of a settings file, which is valid TOML.
 
     Raises:
         ConfigError: one of them is invalid; the message identifies it.
@@ -245,6 +244,7 @@ _KEYS = ("name", "when", "for", "level")
 
 
 def _parse_rule(table: Mapping[str, Any], number: int) -> Rule:
+    """Return a custom rule from its table in the settings file, or refuse it."""
     what = f"rule {table.get('name', f'number {number}')!r}"
     for key in table:
         if key not in _KEYS:
@@ -279,7 +279,7 @@ class WatchedRule(Stateful):
         self.reset()
 
     def reset(self) -> None:
-        """Discard every value."""
+        """Discard every value of the custom rule's series."""
         self._values: deque[float] = deque(maxlen=self.condition.window)
         self._steps: deque[int] = deque(maxlen=self.condition.window)
         self._since = -1
@@ -289,7 +289,7 @@ class WatchedRule(Stateful):
         """The latest measure."""
 
     def update(self, step: int, value: float) -> bool:
-        """Add one value; return whether the alert holds.
+        """Add one value of the series; return whether the custom rule holds.
 
         Args:
             step: step of the value; steps never decrease.
@@ -316,31 +316,26 @@ class WatchedRule(Stateful):
         return self.holds
 
     def finding(self, step: int, rank: int) -> Finding:
-        """Return the finding about a rule that holds."""
+        """Return the finding about a custom rule that holds."""
         condition = self.condition
         since = f" since step {self._since}" if self._since < step else ""
-        return Finding(
-            kind=KIND,
-            level="advisory",
-            step=step,
-            detector="rule",
-            reason=f"{self.rule.name}: {condition.measure} is {self.value:.4g}, "
-            f"{_WORDS[condition.operator]} {condition.limit:g}{since}",
-            rank=rank,
-            value=self.value,
-            limit=condition.limit,
-            onset_step=self._since,
-            cause=self.rule.name,
-            severity=self.rule.level,
+        reason = (
+            f"{self.rule.name}: {condition.measure} is {self.value:.4g}, "
+            f"{_WORDS[condition.operator]} {condition.limit:g}{since}"
         )
+        return make_finding(
+            "rule", step, reason, kind=KIND, rank=rank, value=self.value, limit=condition.limit,
+            onset_step=self._since, cause=self.rule.name, severity=self.rule.level,
+        )  # fmt: skip
 
 
 def _mean(values: Sequence[float], _steps: Sequence[int]) -> float:
+    """Return the mean of a series' window, for the custom rules' function ``mean``."""
     return sum(values) / len(values)
 
 
 def _change_per_step(values: Sequence[float], steps: Sequence[int]) -> float:
-    """Return a series' change per step, for the rule function ``rate``."""
+    """Return a series' change per step, for the custom rules' function ``rate``."""
     # Values of one step, such as micro-batches, have no rate; NaN is above and below nothing.
     steps_between = steps[-1] - steps[0]
     return (values[-1] - values[0]) / steps_between if steps_between > 0 else math.nan
@@ -386,7 +381,7 @@ class UserAlerts:
         """By name, the latest finding of each alert that holds."""
 
     def record_breach(self, finding: Finding, *, holds: bool) -> Finding | None:
-        """Note that an alert's condition is true; return the finding to report, if any.
+        """Record that a custom alert's condition is true; return the finding to report, if any.
 
         Args:
             finding: with the step and the alert's name as its cause.
@@ -424,7 +419,7 @@ class UserAlerts:
                 yield renewed
 
     def _is_due(self, name: str, step: int, pause: int = RENEW_STEPS) -> bool:
-        """Return whether an alert may be reported again; record the report."""
+        """Return whether a custom alert may be reported again; record the report."""
         reported_step = self._told.get(name)
         # Rows come back a step or two later than the loop's own scalars and calls.
         if reported_step is not None and abs(step - reported_step) < pause:
@@ -433,7 +428,7 @@ class UserAlerts:
         return True
 
     def roll_back(self, step: int) -> None:
-        """Discard findings of ``step`` and later ones: the run continues from there."""
+        """Discard custom alerts of ``step`` and later ones: the run continues from there."""
         self.held.clear()
         self._told = {
             name: reported_step

@@ -62,15 +62,15 @@ class ChartBlock(Protocol):
 
     @property
     def note(self) -> str:
-        """Explanation that a page shows once, above its first chart; "" for none."""
+        """Return the explanation that a page shows once, above its first chart; "" for none."""
         ...
 
     def to_figure(self) -> "Node":
-        """Return the chart as an SVG figure with its caption."""
+        """Return the chart as an SVG figure with its caption, for a document in HTML."""
         ...
 
     def to_blocks(self) -> "Sequence[TextBlock]":
-        """Return the chart for a format without images."""
+        """Return the chart as blocks of a document whose format has no images."""
         ...
 
 
@@ -88,7 +88,7 @@ Block = TextBlock | ChartBlock | Fold
 
 
 def cell_text(value: object) -> str:
-    """Return the text of a table's cell: times in UTC, numbers with six digits."""
+    """Return the text of a cell in a document's table: times in UTC, numbers with six digits."""
     if value is None:
         return ""
     if isinstance(value, datetime):

@@ -19,7 +19,7 @@ from trainvitals.views import IncidentView, RunSummary, VerdictView
 
 
 def verdict_facts(verdict: VerdictView) -> KeyFacts:
-    """Return the facts of a verdict, without empty ones."""
+    """Return the facts of a verdict as a block for any document, without empty ones."""
     pairs = (
         ("State", verdict.state),
         ("Cause", verdict.cause),
@@ -33,13 +33,13 @@ def verdict_facts(verdict: VerdictView) -> KeyFacts:
 
 
 def verdict_blocks(verdict: VerdictView) -> list[TextBlock]:
-    """Return the facts of a verdict, and the commands to copy."""
+    """Return a verdict as blocks of a document: its facts, and the commands to copy."""
     commands = [CommandLines(verdict.commands)] if verdict.commands else []
     return [verdict_facts(verdict), *commands]
 
 
 def timeline_blocks(verdict: VerdictView) -> list[TextBlock]:
-    """Return the timeline of an incident; empty without one."""
+    """Return the timeline of an incident as a table block; empty without one."""
     rows = [
         (
             datetime.fromtimestamp(entry.time_unix_ns / 1e9, tz=UTC),
@@ -52,7 +52,7 @@ def timeline_blocks(verdict: VerdictView) -> list[TextBlock]:
 
 
 def incident_blocks(incident: IncidentView, run: RunSummary | None = None) -> list[TextBlock]:
-    """Return the summary of an incident.
+    """Return the summary of an incident as blocks of text, for tickets, pages and terminals.
 
     Args:
         incident: the incident.

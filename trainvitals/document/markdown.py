@@ -29,6 +29,7 @@ def write_text(blocks: Sequence[Block]) -> str:
 
 
 def _make_printable(text: str) -> str:
+    """Return text of a document for a terminal: without control characters, stripped."""
     return printable(text).strip()
 
 

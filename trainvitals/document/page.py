@@ -43,12 +43,12 @@ def write_page(blocks: Sequence[Block]) -> str:
 
 
 def write_part(blocks: Sequence[Block]) -> str:
-    """Return the document as a part of a page, without a style."""
+    """Return the document as a part of an HTML page, without a style."""
     return "".join(f"{serialize_element(element)}\n" for element in _build_elements(blocks))
 
 
 def write_svg(width: float, height: float, inside: Sequence[Node]) -> str:
-    """Return an SVG file on a white background, in the colors of a page in print."""
+    """Write an SVG document on a white background, in the colors of a page in print."""
     page, plot = (file.read_text(encoding="utf-8") for file in _STYLES)
     # Only browsers know CSS variables; a file is also opened by other programs.
     colors = dict(re.findall(r"(--\w+): ([#\w]+);", page.partition("@media print")[2]))
@@ -68,7 +68,7 @@ def write_svg(width: float, height: float, inside: Sequence[Node]) -> str:
 
 
 def _build_elements(blocks: Sequence[Block], notes: set[str] | None = None) -> list[Node]:
-    """Return the elements; ``notes`` are on the page already, and it gets those of these blocks."""
+    """Return the HTML elements of a document's blocks; ``notes`` are on the page already."""
     nodes: list[Node] = []
     notes = {""} if notes is None else notes
     for block in blocks:
@@ -108,6 +108,7 @@ def _build_block_element(block: TextBlock | ChartBlock) -> Node:
 
 
 def _build_table_element(block: TableBlock) -> Node:
+    """Return the HTML element of a document's table; columns of numbers get their own class."""
     numeric = [
         any(_is_number(row[at]) for row in block.rows)
         and all(row[at] in ("", None) or _is_number(row[at]) for row in block.rows)
@@ -136,9 +137,10 @@ def _build_table_element(block: TableBlock) -> Node:
 
 
 def _choose_cell_class(text: str) -> str | None:
-    """Return the CSS class of a table's cell by the length of its text."""
+    """Return the CSS class of a cell in a document's table, by the length of its text."""
     return "long" if len(text) > _LONG else "short" if len(text) <= _SHORT else None
 
 
 def _is_number(value: object) -> bool:
+    """Return whether a cell of a document's table is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)

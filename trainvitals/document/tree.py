@@ -9,7 +9,7 @@ Node = ElementTree.Element
 
 
 def make_element(tag: str, *inside: Node | str | None, **attributes: object) -> Node:
-    """Return an HTML or SVG element; ``class_`` is ``class``, ``_`` is ``-``."""
+    """Return an element of an HTML or SVG document; ``class_`` is ``class``, ``_`` is ``-``."""
     named = {
         (name if name in _CAMEL else name.rstrip("_").replace("_", "-")): printable(str(value))
         for name, value in attributes.items()
@@ -25,12 +25,12 @@ def make_element(tag: str, *inside: Node | str | None, **attributes: object) -> 
 
 
 def serialize_element(root: Node, method: Literal["html", "xml"] = "html") -> str:
-    """Return the tree as HTML or XML."""
+    """Return the tree of a document as HTML or XML."""
     return ElementTree.tostring(root, encoding="unicode", method=method)
 
 
 def style(text: str) -> Node:
-    """Return a style sheet of this package: the only text that is not escaped."""
+    """Return the style sheet of a document in HTML or SVG: the only text that is not escaped."""
     element = ElementTree.Element("style")
     element.text = text
     return element

@@ -41,13 +41,13 @@ def find_capsules(run_dir: Path) -> list[CapsuleFile]:
 
 
 def is_capsule(file: str) -> bool:
-    """Return whether a file that the run's events name is a capsule."""
+    """Return whether a file of the run directory, as the run's events name it, is a capsule."""
     folder, _, name = file.partition("/")
     return folder == FOLDER and _NAME.match(name) is not None
 
 
 def read_capsule_verdict(run_dir: Path, file: str) -> str:
-    """Return the sentence of the verdict on a capsule; empty without one.
+    """Read the verdict file next to a capsule: its sentence; empty without one.
 
     Args:
         run_dir: the run's.

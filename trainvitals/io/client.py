@@ -15,7 +15,6 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -37,13 +36,7 @@ from trainvitals.errors import (
 from trainvitals.io.control_key import sign_manual_command
 from trainvitals.io.private import open_private
 from trainvitals.io.segments import read_fd
-from trainvitals.io.server_identity import (
-    UNIX,
-    TlsTrust,
-    not_connected,
-    parse_url,
-    tls_context,
-)
+from trainvitals.io.server_identity import UNIX, TlsTrust, not_connected, parse_url, tls_context
 from trainvitals.io.setting_paths import collector_urls, default_data_dir
 from trainvitals.jsonable import from_json
 from trainvitals.question import Question, build_http_request
@@ -171,13 +164,13 @@ class CollectorClient:
     # -------------------------------------------------------------------------- for agents
 
     def ingest(self, raw: bytes) -> IngestReply:
-        """Store one batch; committed when this returns."""
+        """Send one batch over HTTP; the collector has committed it when this returns."""
         return self.ingest_all([raw])[0]
 
     def ingest_all(
         self, raws: Sequence[bytes], *, asks: bool = False, writer_key: str = ""
     ) -> tuple[IngestReply, ...]:
-        """Store batches together; accepted ones are committed when this returns.
+        """Send batches in one HTTP request; accepted ones are committed when this returns.
 
         Args:
             raws: the batches.
@@ -205,7 +198,7 @@ class CollectorClient:
         return replies
 
     def mark_delivered(self, run_id: str, number: int, incarnation: str) -> None:
-        """Report that a command is in the run's mailbox, for this incarnation of its rank 0."""
+        """Report over HTTP that a command is in the mailbox, for this incarnation of rank 0."""
         path = _url_path("runs", run_id, "commands", str(number), "delivered")
         request = DeliveredRequest(incarnation=incarnation)
         self._send("POST", path, **_json_body_kwargs(msgspec.json.encode(request)))
@@ -213,7 +206,7 @@ class CollectorClient:
     # ------------------------------------------------------------------------- for readers
 
     def answers(self) -> bool:
-        """Return whether the collector responds; one with a full disk (503) can be read.
+        """Return whether the collector responds to HTTP; with a full disk (503) it can be read.
 
         Raises:
             ServerIdentityError: a server responds that cannot prove to be the collector.
@@ -229,46 +222,35 @@ class CollectorClient:
             return False
 
     def ask(self, question: Question[A]) -> A:
-        """Return the collector's response."""
+        """Send a query as an HTTP request; return the collector's decoded response."""
         request = build_http_request(question)
-        how = (
-            {"params": request.params} if request.body is None else _json_body_kwargs(request.body)
-        )
+        body = request.body
+        how = {"params": request.params} if body is None else _json_body_kwargs(body)
         answer: A = self._send_and_decode(request.answer, request.method, request.path, **how)
         return answer
 
     # -------------------------------------------------------------------------- for orders
 
     def annotate(self, run_id: str, request: AnnotationRequest) -> AnnotationView:
-        """Write a note at a step; it is shown on the curves and stored forever."""
-        path = _url_path("runs", run_id, "annotations")
-        return self._send_and_decode(
-            AnnotationView, "POST", path, **_json_body_kwargs(msgspec.json.encode(request))
-        )
+        """Post a note at a step over HTTP; it is shown on the curves, permanently."""
+        return self._post(AnnotationView, request, "runs", run_id, "annotations")
 
     def ack_alert(self, fingerprint: str, request: AckRequest) -> AlertView:
-        """Acknowledge an alert, or silence it if ``silence_seconds`` is given."""
-        path = _url_path("alerts", fingerprint, "ack")
-        return self._send_and_decode(
-            AlertView, "POST", path, **_json_body_kwargs(msgspec.json.encode(request))
-        )
+        """Acknowledge an alert over HTTP, or silence it if ``silence_seconds`` is given."""
+        return self._post(AlertView, request, "alerts", fingerprint, "ack")
 
     def silence(self, request: SilenceRequest) -> SilenceView:
-        """Silence all alerts that fit the matchers."""
-        body = _json_body_kwargs(msgspec.json.encode(request))
-        return self._send_and_decode(SilenceView, "POST", _url_path("silences"), **body)
+        """Silence all alerts that fit the matchers, with one HTTP request."""
+        return self._post(SilenceView, request, "silences")
 
     def end_silence(self, silence_id: int, request: EndSilenceRequest) -> SilenceView:
-        """End a silence early."""
-        body = _json_body_kwargs(msgspec.json.encode(request))
-        return self._send_and_decode(
-            SilenceView, "POST", _url_path("silences", str(silence_id), "end"), **body
-        )
+        """End a silence early, with one HTTP request."""
+        return self._post(SilenceView, request, "silences", str(silence_id), "end")
 
     def send_command(
         self, run_id: str, request: CommandRequest, *, issued_by: str, keys: Path
     ) -> CommandView:
-        """Send a command to the run's policy, signed here.
+        """Sign a command with the control key here, and post it over HTTP.
 
         Args:
             run_id: the run.
@@ -282,30 +264,27 @@ class CollectorClient:
         command = sign_manual_command(
             request.command(run_id, issued_by=issued_by, now_unix_ns=now, after=newest), keys
         )
-        path = _url_path("runs", run_id, "commands")
-        return self._send_and_decode(
-            CommandView, "POST", path, **_json_body_kwargs(msgspec.json.encode(command))
-        )
+        return self._post(CommandView, command, "runs", run_id, "commands")
 
     # ---------------------------------------------------------------------------- plumbing
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the HTTP connections."""
         self._http.close()
 
     def __enter__(self) -> "CollectorClient":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _post(self, answer: type[T], body: msgspec.Struct, *path: str) -> T:
+        """Send a struct as JSON, and return the decoded response."""
+        how = _json_body_kwargs(msgspec.json.encode(body))
+        return self._send_and_decode(answer, "POST", _url_path(*path), **how)
+
     def _send_and_decode(self, answer: type[T], method: str, path: str, **how: Any) -> T:
-        """Send a request to the collector, and return the decoded response."""
+        """Send an HTTP request to the collector, and return the decoded response."""
         raw = self._send(method, path, **how)
         try:
             return from_json(raw, answer)
@@ -317,7 +296,7 @@ class CollectorClient:
             ) from error
 
     def _send(self, method: str, path: str, **how: Any) -> bytes:
-        """Send a request to the collector, and return the response's body."""
+        """Send an HTTP request to the collector, and return the response's body."""
         import httpx
 
         headers = {**self._headers, **how.pop("headers", {})}
@@ -338,7 +317,7 @@ class CollectorClient:
 def open_collector_client(
     collector: CollectorAddress, scope: str = "read", *, timeout: float = 5.0
 ) -> CollectorClient:
-    """Return a client with the token of a scope; "" is no token.
+    """Return an HTTP client with the token of a scope; for "" without a token.
 
     Raises:
         UnauthorizedError: the token file has no token of that scope.
@@ -358,7 +337,7 @@ def open_collector_client(
 
 
 def discover_collector(environ: Mapping[str, str]) -> CollectorAddress | None:
-    """Return the collector in the environment, otherwise this user's own; None without one.
+    """Find the URL for HTTP clients in the environment or this user's files; None without one.
 
     ``VITALS_COLLECTOR_URL`` and ``VITALS_TOKEN_FILE`` come first, then the files that a collector
     writes into its data directory. Whether it responds is checked only if several are named.
@@ -372,7 +351,7 @@ def discover_collector(environ: Mapping[str, str]) -> CollectorAddress | None:
 
 
 def first_responding_url(named: str, tls: TlsTrust) -> str:
-    """Return the first of the named URLs that responds, otherwise the first one."""
+    """Return the first of the named URLs that responds to HTTP, otherwise the first one."""
     urls = collector_urls(named)
     for url in urls if len(urls) > 1 else ():
         with CollectorClient(url, tls=tls) as client:
@@ -385,7 +364,7 @@ def first_responding_url(named: str, tls: TlsTrust) -> str:
 
 
 def collector_on(data: Path, token_file: Path | str = "") -> CollectorAddress | None:
-    """Return the collector of a data directory; None: none runs there.
+    """Return the collector that a data directory's files name; None: none runs there.
 
     On its machine its socket is used, elsewhere its URL if that is not loopback.
 
@@ -402,7 +381,7 @@ def collector_on(data: Path, token_file: Path | str = "") -> CollectorAddress | 
 
 
 def url_in(data: Path) -> str:
-    """Return the local URL of a data directory's collector; "": there is none.
+    """Read the local socket or URL of a data directory's collector from its file; "" for none.
 
     Raises:
         InsecurePathError: another user could have written it.
@@ -425,7 +404,7 @@ def url_in(data: Path) -> str:
 
 
 def read_collector_file(data: Path) -> CollectorFile | None:
-    """Return the content of the file in a collector's data directory; None if it is unreadable.
+    """Read the private file in a collector's data directory; None if it is unreadable.
 
     Raises:
         InsecurePathError: another user could have written it.
@@ -438,7 +417,7 @@ def read_collector_file(data: Path) -> CollectorFile | None:
 
 
 def _is_alive(pid: int) -> bool:
-    """Return whether this user's process of that id lives: another program may have its port."""
+    """Return whether the process that a collector's file names lives: its port may be reused."""
     try:
         os.kill(pid, 0)
     except (OSError, OverflowError):
@@ -447,7 +426,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def read_tokens(path: Path | str) -> CollectorTokens:
-    """Return the tokens in a file that only this user may read.
+    """Read the tokens in a private file, which only this user may read.
 
     Raises:
         UsageError: it is missing or not a token file.
@@ -463,17 +442,17 @@ def read_tokens(path: Path | str) -> CollectorTokens:
 
 
 def _url_path(*parts: str) -> str:
-    """Return a path of the collector's API, with its parts quoted."""
+    """Return the path of an HTTP request to the collector, with its parts quoted."""
     return "/v1/" + "/".join(quote(part, safe="") for part in parts)
 
 
 def _json_body_kwargs(body: bytes) -> dict[str, Any]:
-    """Return the httpx arguments of a request with a JSON body."""
+    """Return the httpx arguments of an HTTP request with a JSON body."""
     return {"content": body, "headers": {"Content-Type": "application/json"}}
 
 
 def response_error(url: str, path: str, response: "httpx.Response") -> VitalsError:
-    """Return the error for a response other than 2xx."""
+    """Return the error for an HTTP response other than 2xx from the collector."""
     status = response.status_code
     try:
         problem = msgspec.json.decode(response.content, type=Problem)
@@ -505,7 +484,7 @@ def response_error(url: str, path: str, response: "httpx.Response") -> VitalsErr
 
 
 def _retry_after(response: "httpx.Response") -> float:
-    """The seconds that the response requests; other forms of the header are ignored."""
+    """Return the seconds that an HTTP response requests; ignore other forms of the header."""
     text = response.headers.get("Retry-After", "").strip()
     if not text.isascii() or not text.isdigit():
         return 0.0

@@ -27,7 +27,7 @@ _MAX_FILE = 1 << 18
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """One completion with its prompt; long texts are cut."""
+    """One completion of a post-training step with its prompt; long texts are cut."""
 
     prompt: str
     completion: str
@@ -49,7 +49,7 @@ class StoredCompletions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Path of the file in the run directory."""
+        """Path of the completions' file in the run directory."""
         return f"{FOLDER}/step-{self.step:08d}-{self.attempt}-{self.finding}.json"
 
 
@@ -63,7 +63,7 @@ def cut_completion(prompt: object, completion: object, reward: float) -> Complet
 
 
 def store_completions(run_dir: Path, stored: StoredCompletions) -> None:
-    """Write the file atomically; the oldest ones make room for it. One thread at a time.
+    """Write a file of completions atomically, after deleting the oldest. One thread at a time.
 
     Raises:
         OSError: the disk is full.

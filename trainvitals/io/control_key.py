@@ -8,7 +8,6 @@ the agents and runs with ``control.pub`` can create a command, or change one in 
 """
 
 import contextlib
-import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from trainvitals.errors import FormatError, MissingDependencyError, StorageError, UnauthorizedError
-from trainvitals.io.private import open_private
+from trainvitals.errors import MissingDependencyError, StorageError, UnauthorizedError
+from trainvitals.io.private import decode_key, open_private, write_new_private
 from trainvitals.io.segments import read_fd
 from trainvitals.io.setting_paths import collector_folder, default_data_dir
 from trainvitals.records import Command
@@ -45,7 +44,7 @@ def control_folder(
 
 
 def make_control_key(folder: Path) -> None:
-    """Create both halves unless a public one exists.
+    """Create both halves of the control key as private files, unless a public one exists.
 
     A directory with only ``control.pub`` is unchanged: commands are then signed elsewhere.
 
@@ -56,12 +55,12 @@ def make_control_key(folder: Path) -> None:
         return
     try:
         with contextlib.suppress(FileExistsError):
-            _write_key_file(folder / SECRET_FILE, secrets.token_bytes(_BYTES))
+            write_new_private(folder / SECRET_FILE, _key_line(secrets.token_bytes(_BYTES)))
         secret = _read_key_file(folder / SECRET_FILE)
         key = _ed25519().Ed25519PrivateKey.from_private_bytes(secret)
         public = key.public_key().public_bytes_raw()
         with contextlib.suppress(FileExistsError):
-            _write_key_file(folder / PUBLIC_FILE, public)
+            write_new_private(folder / PUBLIC_FILE, _key_line(public))
     except OSError as error:
         raise StorageError(
             f"{folder}: the control key cannot be created: {error.strerror}"
@@ -69,7 +68,7 @@ def make_control_key(folder: Path) -> None:
 
 
 def sign_manual_command(command: Command, folder: Path) -> Command:
-    """Return the command with an operator's signature over all its fields.
+    """Sign all fields of an operator's command with the control key in the directory.
 
     Raises:
         UnauthorizedError: there is no control key in the directory.
@@ -82,7 +81,7 @@ def sign_manual_command(command: Command, folder: Path) -> Command:
 
 
 def read_control_key(folder: Path) -> bytes:
-    """Return the secret half.
+    """Return the secret half of the control key from its private file.
 
     Raises:
         UnauthorizedError: there is none in the directory.
@@ -100,7 +99,7 @@ def read_control_key(folder: Path) -> bytes:
 
 
 def verify_manual_command(command: Command, folder: Path) -> None:
-    """Check an operator's signature against the directory's ``control.pub``.
+    """Check an operator's signature with the key file ``control.pub`` in the directory.
 
     Raises:
         UnauthorizedError: it is not signed with the control key, or the key is not known here.
@@ -133,7 +132,7 @@ def verify_manual_command(command: Command, folder: Path) -> None:
 
 
 def _ed25519() -> Any:
-    """Imported only for a command: no rank pays for it at its start."""
+    """Import the package for the control key only for a command: no rank loads it at its start."""
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
@@ -145,7 +144,7 @@ def _ed25519() -> Any:
 
 
 def _encode_signed_fields(command: Command) -> bytes:
-    """Return the signed bytes: all fields except the signatures.
+    """Return the bytes that the control key signs: all fields except the signatures.
 
     Empty fields are omitted, so that a later version's new field changes nothing if it is not used.
     """
@@ -157,23 +156,11 @@ def _encode_signed_fields(command: Command) -> bytes:
     return _CONTEXT + msgspec.msgpack.encode(signed_fields, order="sorted")
 
 
-def _write_key_file(path: Path, raw: bytes) -> None:
-    fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        os.write(fd, raw.hex().encode() + b"\n")
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _key_line(raw: bytes) -> bytes:
+    return raw.hex().encode() + b"\n"
 
 
 def _read_key_file(path: Path) -> bytes:
-    try:
-        raw = bytes.fromhex(read_fd(open_private(path)).decode("ascii").strip())
-    except ValueError:
-        raw = b""
-    if len(raw) != _BYTES:
-        raise FormatError(
-            f"{path} must hold {2 * _BYTES} hexadecimal characters",
-            hint="copy it again from the collector's data folder",
-        )
-    return raw
+    """Read one half of the control key from its private file; refuse a damaged one."""
+    hint = "copy it again from the collector's data folder"
+    return decode_key(read_fd(open_private(path)), path, _BYTES, hint)

@@ -36,7 +36,7 @@ class _RunPointer(msgspec.Struct, frozen=True):
 
 
 def announce_run(base: Path, run_id: str, run_dir: Path) -> Path:
-    """Create the run's directory under the private base, record its run directory, return it.
+    """Create the directory of a run's journals under the private base, and record its run there.
 
     Raises:
         StorageError: the directory cannot be created or written.
@@ -54,7 +54,7 @@ def announce_run(base: Path, run_id: str, run_dir: Path) -> Path:
 
 
 def check_room(folder: Path) -> None:
-    """Check that a directory has space for one writer's journal.
+    """Check that the private base has room for the files of one writer's journal.
 
     Raises:
         StorageError: it has not.
@@ -97,13 +97,14 @@ def find_journals(base: Path, run_id: str = "") -> list[JournalRef]:
 
 
 def mark_journal_closed(directory: Path, next_seq: Mapping[str, int] | None = None) -> None:
-    """Create the closed marker: no row will be written. For a writer known to be dead."""
+    """Create the closed marker in a journal's directory, for a writer known to be dead."""
     _write_private_file(
         directory / CLOSED, msgspec.json.encode(ClosedMarker(next_seq=dict(next_seq or {})))
     )
 
 
 def _subdirectories(path: Path) -> list[Path]:
+    """Return the subdirectories in the journals' private base; none if it cannot be read."""
     try:
         with os.scandir(path) as entries:
             return [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
@@ -119,12 +120,12 @@ def _read_run_pointer(folder: Path) -> Path | None:
 
 
 def write_notice(folder: Path, text: str) -> None:
-    """Leave a report of the agent's for the rank's log. May raise OSError."""
+    """Write a notice to a private file next to the journals, for the rank's log."""
     _write_private_file(folder / NOTICE_FILE, text.encode())
 
 
 def _write_private_file(path: Path, raw: bytes) -> None:
-    """Write the file whole or not at all."""
+    """Write a private file next to the journals, in full or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     fd = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from trainvitals.errors import UNREADABLE, FormatError, NewerVersionError, UsageError
+from trainvitals.errors import UNREADABLE, FormatError, UsageError
 from trainvitals.io.private import is_memory_backed, open_private
 from trainvitals.io.segments import read_bytes
 from trainvitals.records import Heartbeat
-from trainvitals.rows import FORMAT_VERSION
+from trainvitals.rows import FORMAT_VERSION, refuse_newer_version
 
 MAGIC = b"TVH1"
 HEARTBEAT_BYTES = 4096
@@ -58,7 +58,7 @@ class HeartbeatWriter:
             raise
 
     def write(self, word: Heartbeat) -> None:
-        """Replace the content.
+        """Replace the content of the heartbeat's file, one page.
 
         Raises:
             UsageError: it is too long for the page.
@@ -78,14 +78,14 @@ class HeartbeatWriter:
             os.pwrite(self._fd, raw, 0)
 
     def close(self) -> None:
-        """Unmap the page; its last content stays."""
+        """Unmap the file of the heartbeat; its last content stays."""
         if self._map is not None:
             self._map.close()
         os.close(self._fd)
 
 
 def read_heartbeat(directory: Path) -> Heartbeat:
-    """Return the latest heartbeat of the rank with the journal in ``directory``.
+    """Read the latest heartbeat from the file next to a rank's journal in ``directory``.
 
     Raises:
         FileNotFoundError: it has none, as ranks of earlier versions.
@@ -100,11 +100,7 @@ def read_heartbeat(directory: Path) -> Heartbeat:
     magic, version, beat, size, crc = _HEAD.unpack_from(raw)
     if magic != MAGIC:
         raise FormatError(f"{path} is not a heartbeat: it begins with {magic!r}")
-    if version > FORMAT_VERSION:
-        raise NewerVersionError(
-            f"{path} has format version {version}; this program reads up to {FORMAT_VERSION}",
-            hint="upgrade this program: pip install -U trainvitals",
-        )
+    refuse_newer_version(version, path)
     body = raw[_HEAD.size : _HEAD.size + size]
     if len(body) != size or zlib.crc32(body, zlib.crc32(_COVERED.pack(beat, size))) != crc:
         raise FormatError(f"{path}: the heartbeat is torn or damaged")

@@ -97,16 +97,16 @@ class JournalWriter:
 
     @property
     def closed(self) -> bool:
-        """Whether it is closed for writing; always so in a forked child."""
+        """Return whether the journal is closed for writing; always so in a forked child."""
         return self._is_closed or os.getpid() != self._pid
 
     @property
     def dropped(self) -> int:
-        """Rows that could not be written, over all streams."""
+        """Return how many rows could not be written to the journal, over all streams."""
         return sum(stream.dropped for stream in self._streams.values())
 
     def open_stream(self, schema: Schema) -> "StreamWriter":
-        """Return the writer of ``schema.stream``; with other columns a new segment is begun."""
+        """Return the journal's writer of ``schema.stream``; other columns start a new file."""
         schema.check()
         with self._lock:
             stream = self._streams.get(schema.stream)
@@ -117,7 +117,7 @@ class JournalWriter:
             return stream
 
     def close(self) -> None:
-        """Write queued rows, create the closed marker, unmap. Does nothing in a forked child."""
+        """Write queued rows and the closed marker, and unmap. A forked child does nothing."""
         if self.closed:
             return
         with self._lock:
@@ -144,7 +144,7 @@ class JournalWriter:
     def _new_segment(
         self, schema: Schema, first_seq: int, index: int, num_rows: int
     ) -> "_OpenSegment":
-        """Return a fresh segment with room for ``num_rows`` rows at least. May raise OSError."""
+        """Create a segment file with room for ``num_rows`` rows at least. May raise OSError."""
         header = encode_header(
             SegmentHeader(
                 identity=self.identity, stream_schema=schema, first_seq=first_seq, index=index
@@ -164,7 +164,7 @@ class JournalWriter:
         return _OpenSegment(file, schema, len(header), first_seq)
 
     def _current_max_bytes(self) -> int:
-        """Current bound of all segments: free memory changes during training."""
+        """Return the current bound of the journal's files: free memory changes during training."""
         if not self.in_memory:
             return self.max_bytes
         status = os.statvfs(self.directory)
@@ -186,10 +186,11 @@ class JournalWriter:
             self._segments.remove(victim)
 
     def _used_bytes(self) -> int:
+        """Return the bytes of the journal's segment files."""
         return sum(size for _, _, size in self._segments)
 
     def _find_deletable_segment(self, bound: int) -> tuple[str, Path, int] | None:
-        """The oldest sealed segment: of samples, unless events use more than half the bound."""
+        """Return the oldest sealed segment file: of samples, unless events use too much."""
         events = EVENT_SCHEMA.stream
         active = {stream._segment_path for stream in self._streams.values()}
         sealed = [entry for entry in self._segments if entry[1] not in active]
@@ -234,7 +235,7 @@ class StreamWriter:
         self._num_queued = 0
 
     def append(self, values: Sequence[Value]) -> int:
-        """Write one row and return its sequence number; -1 if the journal is closed.
+        """Append one row to the journal; return its sequence number, or -1 if it is closed.
 
         Never raises for want of memory: the row is counted in ``dropped``, its number is used up.
         """
@@ -253,7 +254,7 @@ class StreamWriter:
     def append_event(
         self, event: Event, *, step: int, attempt: int, time_unix_ns: int, monotonic_ns: int
     ) -> int:
-        """Write an event, whole or not at all, and return its last row's sequence number."""
+        """Append an event to the journal, in full or not at all; return its last row's number."""
         if os.getpid() != self._pid:
             return -1
         rows = encode_event(
@@ -280,6 +281,7 @@ class StreamWriter:
         return seq + num_rows - 1
 
     def _write_rows(self, schema: Schema, seq: int, num_rows: int, raw: bytes) -> None:
+        """Write packed rows to the journal's segment file; count them as dropped if it fails."""
         slots = self._slots
         try:
             if slots is None or seq + num_rows > slots.end_seq or slots.schema is not schema:
@@ -293,7 +295,7 @@ class StreamWriter:
             self.dropped += num_rows
 
     def _start_segment(self, schema: Schema, seq: int, num_rows: int) -> _OpenSegment | None:
-        """Start a new segment; None if one was refused a few rows ago."""
+        """Start a new segment file of the journal; None if one was refused a few rows ago."""
         self._close_segment()
         if seq < self._retry_at:
             return None
@@ -308,7 +310,7 @@ class StreamWriter:
         return slots
 
     def _enqueue(self, seq: int, num_rows: int, raw: bytes) -> None:
-        """Queue packed rows for the writing thread; if full, drop the oldest."""
+        """Queue packed rows for the thread that writes the journal; if full, drop the oldest."""
         flusher = self.journal._flusher
         assert flusher is not None
         self._queue.append((self.schema, seq, num_rows, raw))
@@ -320,7 +322,7 @@ class StreamWriter:
         flusher.wake()
 
     def _flush(self) -> None:
-        """Write queued rows; only the writing thread calls this."""
+        """Write queued rows to the journal's files; only the writing thread calls this."""
         with self._lock:
             taken = list(self._queue)
             self._queue.clear()
@@ -329,22 +331,24 @@ class StreamWriter:
             self._write_rows(schema, seq, num_rows, raw)
 
     def _drop_queue(self) -> None:
-        """Drop the rows that wait for the writing thread, and count them as dropped."""
+        """Drop the rows that wait for the journal's writing thread, and count them as dropped."""
         with self._lock:
             self.dropped += self._num_queued
             self._queue.clear()
             self._num_queued = 0
 
     def _change_schema(self, schema: Schema) -> None:
-        """Pack rows with the new columns from here on; the next row starts a segment."""
+        """Pack the journal's next rows with new columns; they start a segment."""
         if schema != self.schema:
             self.schema, self._pack, self._map = schema, schema.pack, None
 
     @property
     def _segment_path(self) -> Path | None:
+        """Return the path of the journal's current segment file, or None."""
         return self._slots.file.path if self._slots is not None else None
 
     def _close_segment(self) -> None:
+        """Close the journal's current segment file, if there is one."""
         self._map = None
         if self._slots is not None:
             self._slots.file.close()
@@ -366,7 +370,7 @@ class _Flusher:
         self._wake.set()
 
     def stop(self) -> bool:
-        """Drain the queue and stop; False if the disk blocks: the queue counts as dropped."""
+        """Write the journal's queued rows and stop; drop and count them if the disk blocks."""
         self._stopping = True
         self._wake.set()
         self._thread.join(_CLOSE_SECONDS)

@@ -49,18 +49,18 @@ class JournalReader:
 
     @property
     def identity(self) -> Identity | None:
-        """The writer; None until the first segment exists."""
+        """Return the writer named in the journal's files; None until the first segment exists."""
         if self._identity is None:
             closed = self._is_closed()
             self._read_headers(self._list_segments(), closed=closed)
         return self._identity
 
     def resume_after(self, positions: dict[str, int]) -> None:
-        """Continue after these sequence numbers; call before the first ``read``."""
+        """Continue in the journal after these sequence numbers; call before the first ``read``."""
         self._next.update({stream: seq + 1 for stream, seq in positions.items()})
 
     def read(self, *, max_rows: int = 1024) -> list[Batch]:
-        """Return new rows, at most ``max_rows`` per stream (an event's rows stay together).
+        """Read new rows from the journal's files, at most ``max_rows`` per stream.
 
         Raises:
             NewerVersionError: a segment has a later format; raised once, the next call continues
@@ -78,7 +78,7 @@ class JournalReader:
         return batches
 
     def take_end(self) -> bool:
-        """Return whether the journal is closed, or its writer dead, and all was read.
+        """Return whether the journal is closed, or its writer dead, and all its files were read.
 
         Written rows that no longer exist are counted in ``dropped``, once.
         """
@@ -96,7 +96,7 @@ class JournalReader:
         return True
 
     def release(self, stream: str, seq: int) -> None:
-        """Delete the stream's sealed segments whose rows are all at or below ``seq``."""
+        """Delete the stream's sealed segment files whose rows are all at or below ``seq``."""
         closed = self._is_closed()
         if not closed and len(self._listing.get(stream, ())) == 1:
             return  # it is the one that is written to
@@ -114,14 +114,14 @@ class JournalReader:
             path.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Delete the whole journal; call when it is finished and released."""
+        """Delete all files of the journal; call when it is finished and released."""
         with contextlib.suppress(FileNotFoundError):
             for path in list(self.directory.iterdir()):
                 path.unlink(missing_ok=True)
             self.directory.rmdir()
 
     def _list_segments(self) -> _Listing:
-        """Return the segments; drop the state of deleted ones."""
+        """Return the journal's segment files; drop the state of deleted ones."""
         names = list_names(self.directory)
         if names != self._names:
             self._names, self._listing = names, sort_segments(self.directory, names)
@@ -131,10 +131,11 @@ class JournalReader:
         return self._listing
 
     def _is_closed(self) -> bool:
+        """Return whether the journal's directory has the closed marker."""
         return os.path.exists(self._closed_path)  # noqa: PTH110 - a reader asks often
 
     def _read_closed_marker(self) -> ClosedMarker:
-        """The writer's closed marker. An empty one counts: memory may have been full."""
+        """Read the writer's closed marker from its file. An empty one counts."""
         try:
             raw = read_bytes(self.directory / CLOSED, 0, 65_536)
             return msgspec.json.decode(raw, type=ClosedMarker)
@@ -142,6 +143,7 @@ class JournalReader:
             return ClosedMarker()
 
     def _read_headers(self, listing: _Listing, *, closed: bool) -> None:
+        """Read the headers of new segment files, and note those that cannot be read."""
         for segments in listing.values():
             for i, (_, path) in enumerate(segments):
                 if path in self._known or path in self.unreadable_segments:
@@ -159,6 +161,7 @@ class JournalReader:
                         self.unreadable_segments.add(path)
 
     def _read_stream(self, segments: list[tuple[int, Path]], max_rows: int) -> list[Batch]:
+        """Read new rows of one stream from its segment files, oldest first."""
         batches: list[Batch] = []
         for _, path in segments:
             max_left = max_rows - sum(b.header.num_rows for b in batches)
@@ -171,7 +174,7 @@ class JournalReader:
         return batches
 
     def _read_segment(self, path: Path, max_rows: int) -> list[Batch]:
-        """Return the unread rows of a journal segment as batches."""
+        """Return the unread rows of a segment file as batches."""
         header, base, raw = self._new_rows(path)
         schema = header.stream_schema
         size = schema.row_size
@@ -193,7 +196,7 @@ class JournalReader:
         return batches
 
     def _new_rows(self, path: Path) -> tuple[SegmentHeader, int, bytes]:
-        """Return a segment's header, and the first number and bytes of its unread rows."""
+        """Read a segment file's unread rows: its header, their first number, and their bytes."""
         header, offset = self._known[path]
         schema = header.stream_schema
         base = max(self._next.get(schema.stream, 0), header.first_seq)
@@ -201,7 +204,7 @@ class JournalReader:
         return header, base, read_bytes(path, start, max(0, path.stat().st_size - start))
 
     def _has_unread_rows(self, path: Path) -> bool:
-        """Whether complete rows of this segment are still to be read."""
+        """Return whether complete rows of this segment file are still unread."""
         if path not in self._known:
             return False
         try:
@@ -216,6 +219,7 @@ class JournalReader:
         )
 
     def _build_batch(self, header: SegmentHeader, first_seq: int, rows: bytes) -> Batch:
+        """Return rows read from a segment file as a batch; count those missing before it."""
         stream = header.stream_schema.stream
         num_rows = len(rows) // header.stream_schema.row_size
         gap = max(0, first_seq - self._next.get(stream, 0))
@@ -238,7 +242,7 @@ class JournalReader:
 def _split_rows(
     schema: Schema, raw: bytes, begin: int, end: int, max_rows: int
 ) -> list[tuple[int, int]]:
-    """Return where to split rows into batches; for events, only after an event's last row.
+    """Split the rows of a segment file into batches; for events, only after an event's last row.
 
     The rows of an event that is not complete are left out: the rest comes, or its writer is dead.
     """
@@ -256,6 +260,6 @@ def _split_rows(
 
 
 def _ends_event(schema: Schema, raw: bytes, slot: int) -> bool:
-    """Return whether the row in a slot is the last row of its event."""
+    """Return whether the row in a slot of a segment file is the last one of its event."""
     fields = schema.unpack(memoryview(raw)[slot * schema.row_size : (slot + 1) * schema.row_size])
     return fields.get("part") == int(fields.get("num_parts") or 1) - 1

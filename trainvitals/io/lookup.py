@@ -36,7 +36,7 @@ def find_collector(url: str = "", token_file: Path | None = None) -> CollectorAd
 
 
 def known_collector(named: str, token_file: Path | None = None) -> CollectorAddress | None:
-    """Return the named collector, or this user's own, without checking whether it responds.
+    """Read from files how to reach the named collector, or this user's own; send no request.
 
     Raises:
         UsageError: a directory was named, and no collector runs on it.
@@ -64,7 +64,7 @@ def known_collector(named: str, token_file: Path | None = None) -> CollectorAddr
 
 
 def _own_tokens(url: str) -> CollectorTokens:
-    """Return the tokens of this user's own collector, if that is its URL."""
+    """Read the tokens of this user's own collector from its file, if that is its URL."""
     data_dir = default_data_dir(os.environ)
     file = read_collector_file(data_dir)
     if file is None or file.url != url:
@@ -74,7 +74,7 @@ def _own_tokens(url: str) -> CollectorTokens:
 
 
 def default_runs_directory() -> Path:
-    """Return the default directory of run directories.
+    """Return the directory on disk that holds run directories by default.
 
     Raises:
         UsageError: it is not there.
@@ -93,12 +93,12 @@ class NamedRun(Protocol):
 
     @property
     def run_id(self) -> str:
-        """Its id."""
+        """Return the id by which a user may name a run or its directory."""
         ...
 
     @property
     def name(self) -> str:
-        """Its name, or ""."""
+        """Return the name by which a user may look up a run, or ""."""
         ...
 
 
@@ -106,7 +106,7 @@ R = TypeVar("R", bound=NamedRun)
 
 
 def choose_run(runs: Sequence[R], id_or_name: str) -> R:
-    """Return the run with that id, prefix of an id, or name; "" is the latest run.
+    """Look up the run that a user typed: an id, its prefix, or a name; "" is the latest.
 
     Args:
         runs: the latest first.

@@ -16,23 +16,15 @@ import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
 from trainvitals.clock import Clock
-from trainvitals.errors import (
-    UNREADABLE,
-    FormatError,
-    NewerVersionError,
-    UnauthorizedError,
-    UsageError,
-    VitalsError,
-)
+from trainvitals.errors import UNREADABLE, FormatError, UnauthorizedError, UsageError, VitalsError
 from trainvitals.io.control_key import verify_manual_command
 from trainvitals.io.private import open_private
 from trainvitals.records import Command, CommandAck
-from trainvitals.rows import FORMAT_VERSION
+from trainvitals.rows import FORMAT_VERSION, refuse_newer_version
 
 MAGIC = b"TVM1"
 MAILBOX_BYTES = 4096
@@ -91,11 +83,8 @@ class Mailbox:
         if magic == MAGIC and version == FORMAT_VERSION:
             return box
         box.close()
-        if magic == MAGIC and version > FORMAT_VERSION:
-            raise NewerVersionError(
-                f"{path} has format version {version}; this program reads up to {FORMAT_VERSION}",
-                hint="upgrade this program: pip install -U trainvitals",
-            )
+        if magic == MAGIC:
+            refuse_newer_version(version, path)
         raise FormatError(f"{path} is not a mailbox: it begins with {magic!r}")
 
     def put(self, command: Command) -> None:
@@ -148,12 +137,7 @@ class Mailbox:
     def __enter__(self) -> "Mailbox":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -176,7 +160,7 @@ class CommandInbox:
     block genuine ones."""
 
     def poll(self, *, step: int) -> CommandAck | None:
-        """Read a new command; one that is not valid is returned as its refusal."""
+        """Read a new command from the mailbox; return the refusal of an invalid one."""
         number = self.mailbox.number()
         if number in (self._seen, self.last_number):
             return None
@@ -204,7 +188,7 @@ class CommandInbox:
 
 
 def sign_command(command: Command, key: bytes) -> Command:
-    """Return the command with its signature: HMAC-SHA256 over all its other fields."""
+    """Sign a command for the mailbox with the run's key: HMAC-SHA256 over all other fields."""
     return msgspec.structs.replace(command, signature=_signature(command, key))
 
 
@@ -233,7 +217,7 @@ def verify_command(
 
 
 def check_command(command: Command, run_id: str, now_unix_ns: int) -> None:
-    """Raise an error for a command of another run, or an expired one.
+    """Raise an error for a command in a mailbox or file if it is another run's, or expired.
 
     Raises:
         UsageError: another run's.
@@ -245,7 +229,7 @@ def check_command(command: Command, run_id: str, now_unix_ns: int) -> None:
 
 
 def check_time(command: Command, now_unix_ns: int) -> None:
-    """Raise an error for a command that is expired by this machine's clock, or from the future.
+    """Raise an error for a command that is too old for the mailbox, or from the future.
 
     Raises:
         ExpiredError: states the allowed difference of the clocks.

@@ -140,7 +140,7 @@ class FileOwner:
 
     @classmethod
     def current_user(cls) -> Self:
-        """Return this process's user."""
+        """Return this process's user as the owner whose files are trusted."""
         return cls(os.geteuid())
 
     @classmethod
@@ -195,7 +195,7 @@ class FileOwner:
 
 @functools.cache
 def _is_private_group(gid: int, uid: int) -> bool:
-    """Return whether a group is a user's private one: with umask 002, all their files are 0775."""
+    """Return whether a file's group is its owner's private one: with umask 002 files are 0775."""
     try:
         user, group = pwd.getpwuid(uid).pw_name, grp.getgrgid(gid)
     except KeyError:
@@ -332,20 +332,54 @@ def sync_folder(path: Path) -> None:
 
 
 def _sync_directory(folder: int) -> None:
+    """Sync an open directory to the disk, unless its file system refuses."""
     with contextlib.suppress(OSError):  # some network file systems refuse to
         os.fsync(folder)
 
 
 def write_all(fd: int, raw: bytes, offset: int) -> None:
-    """Write all bytes at the offset, in as many calls as needed."""
+    """Write all bytes to the open file at the offset, in as many calls as needed."""
     view = memoryview(raw)
     while view:
         num = os.pwrite(fd, view, offset)
         view, offset = view[num:], offset + num
 
 
+def write_new_private(path: Path, raw: bytes) -> None:
+    """Create a file that only this user may read, and sync it; remove it if a write fails.
+
+    Raises:
+        FileExistsError: it exists.
+        OSError: it cannot be written.
+    """
+    fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        write_all(fd, raw, 0)
+        os.fsync(fd)
+    except OSError:
+        path.unlink()  # the next start would read a partial key as damaged
+        raise
+    finally:
+        os.close(fd)
+
+
+def decode_key(raw: bytes, path: Path, num_bytes: int, hint: str) -> bytes:
+    """Return the key in a file's bytes: hexadecimal, of ``num_bytes`` bytes.
+
+    Raises:
+        FormatError: it is not hexadecimal, or has another length.
+    """
+    try:
+        key = bytes.fromhex(raw.decode("ascii").strip())
+    except ValueError:
+        key = b""
+    if len(key) != num_bytes:
+        raise FormatError(f"{path} must hold {2 * num_bytes} hexadecimal characters", hint=hint)
+    return key
+
+
 def mac_of(key: bytes, *parts: bytes) -> str:
-    """Return an HMAC-SHA256 over the parts, each with its length: boundaries count."""
+    """Sign the contents of a private file: HMAC-SHA256 over the parts, each with its length."""
     mac = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
         mac.update(len(part).to_bytes(8, "little"))

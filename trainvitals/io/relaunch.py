@@ -8,8 +8,6 @@ because one script may train several.
     VITALS_DIR/.launches-<uid>/<sha256 of the key>     holds the run id; each user's own, 0700
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os
@@ -28,7 +26,7 @@ _FOLDER = ".launches"
 
 
 def earlier_run(base: Path, environ: Mapping[str, str], *, nth: int = 0) -> str | None:
-    """Return the ``nth`` run of this launch's first start; None if this is the first."""
+    """Read from a private file the ``nth`` run of this launch's first start; None if this is it."""
     for key, is_restart in _list_launch_keys(environ, sys.argv, nth):
         for path in (
             (_launch_path(_user_directory(base), key), _launch_path(base / _FOLDER, key))
@@ -45,7 +43,7 @@ def earlier_run(base: Path, environ: Mapping[str, str], *, nth: int = 0) -> str 
 
 
 def remember_run(base: Path, environ: Mapping[str, str], run_id: str, *, nth: int = 0) -> None:
-    """Leave the id of this process's ``nth`` run for the restarts of this launch.
+    """Write the id of this process's ``nth`` run to a file, for the restarts of this launch.
 
     The oldest of more than this many launches are deleted.
 
@@ -61,7 +59,7 @@ def remember_run(base: Path, environ: Mapping[str, str], run_id: str, *, nth: in
 
 
 def _forget_oldest(folder: Path) -> None:
-    """Delete half of the launches if there are too many: the oldest ones."""
+    """Delete the oldest files of launches, if there are too many."""
     names = os.listdir(folder)  # noqa: PTH208 - mostly only their number is wanted
     if len(names) <= MAX_LAUNCHES:
         return
@@ -76,7 +74,7 @@ def _forget_oldest(folder: Path) -> None:
 def _list_launch_keys(
     environ: Mapping[str, str], argv: Sequence[str], nth: int
 ) -> list[tuple[str, bool]]:
-    """Return (key, whether it proves a restart) of each launcher above this process."""
+    """Return the keys of this launch's files: each with whether it proves a restart."""
     command = "\0".join([*argv, str(nth)])
     launches = []
     torchrun, again = environ.get("TORCHELASTIC_RUN_ID"), environ.get("TORCHELASTIC_RESTART_COUNT")
@@ -94,7 +92,7 @@ def _list_launch_keys(
 
 
 def _own_task(environ: Mapping[str, str]) -> str:
-    """Return the task's number if each task of a job step trains independently, otherwise nothing.
+    """Return the task's number for the key of a launch file, if each task trains on its own.
 
     A training over all tasks must not depend on which of them holds rank 0: that may change.
     """
@@ -104,16 +102,17 @@ def _own_task(environ: Mapping[str, str]) -> str:
 
 
 def _user_directory(base: Path) -> Path:
-    """Return the directory with the run ids of this user's launches."""
+    """Return the private directory with the run ids of this user's launches."""
     return base / f"{_FOLDER}-{os.geteuid()}"
 
 
 def _launch_path(folder: Path, key: str) -> Path:
+    """Return the path of the file that holds the run id of a launch."""
     return folder / hashlib.sha256(key.encode()).hexdigest()
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process, in ticks since the boot: process ids are reused."""
+    """Return a launcher's start from its ``/proc`` file, in ticks since the boot; "" if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

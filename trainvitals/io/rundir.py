@@ -37,6 +37,7 @@ from trainvitals.identity import check_run_id
 from trainvitals.io.private import (
     MAX_BYTES,
     FileOwner,
+    decode_key,
     ensure_own_dir,
     mac_of,
     open_own,
@@ -46,6 +47,7 @@ from trainvitals.io.private import (
     replace_file,
     sync_folder,
     write_all,
+    write_new_private,
 )
 from trainvitals.records import Command, RunInfo
 
@@ -168,13 +170,13 @@ class RunDir:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it belongs to this process's user."""
+        """Return whether the run directory belongs to this process's user."""
         return self.path.stat().st_uid == os.geteuid()
 
     # ------------------------------------------------------------------------- attributes
 
     def info(self) -> RunInfo | None:
-        """Return the run's attributes, or None if rank 0 has not written them."""
+        """Read the run's attributes from its directory; None if rank 0 has not written them."""
         raw = self._read_file("run.json")
         if raw is None:
             return None
@@ -184,10 +186,9 @@ class RunDir:
             raise FormatError(f"{self.path / 'run.json'} cannot be read: {error}") from error
 
     def write_info(self, info: RunInfo) -> None:
-        """Replace the run's attributes whole."""
+        """Replace the file with the run's attributes in full."""
         body = {"run_id": self.run_id, **msgspec.to_builtins(info)}
-        raw = msgspec.json.format(msgspec.json.encode(body), indent=2)
-        replace_file(self.path / "run.json", raw + b"\n")
+        self._write_json("run.json", body)
 
     @property
     def checkpoints_dir(self) -> Path:
@@ -201,7 +202,7 @@ class RunDir:
 
     @property
     def profiles_dir(self) -> Path:
-        """Directory of traces of ``torch.profiler``."""
+        """Return the run directory's path for traces of ``torch.profiler``."""
         return self.path / "profiles"
 
     def agent_path(self, node: str) -> Path:
@@ -242,15 +243,7 @@ class RunDir:
         path = self.path / "command.key"
         if create:
             with contextlib.suppress(FileExistsError):
-                fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-                try:
-                    write_all(fd, secrets.token_hex(_KEY_BYTES).encode(), 0)
-                    os.fsync(fd)
-                except OSError:
-                    path.unlink()  # an empty key would be called damaged at the next start
-                    raise
-                finally:
-                    os.close(fd)
+                write_new_private(path, secrets.token_hex(_KEY_BYTES).encode())
                 sync_folder(self.path)
         try:
             fd = open_private(path)
@@ -259,17 +252,8 @@ class RunDir:
                 f"{path} is missing; commands for this run cannot be signed or verified",
                 hint="it is created when the run starts; was the folder copied without it?",
             ) from None
-        raw = read_whole(fd, path)
-        try:
-            key = bytes.fromhex(raw.decode("ascii"))
-        except ValueError:
-            key = b""
-        if len(key) != _KEY_BYTES:
-            raise FormatError(
-                f"{path} must hold {2 * _KEY_BYTES} hexadecimal characters",
-                hint="remove it and start the run again",
-            )
-        return key
+        hint = "remove it and start the run again"
+        return decode_key(read_whole(fd, path), path, _KEY_BYTES, hint)
 
     def file_key(self, *, create: bool = False) -> bytes:
         """Return the key that signs the run's plan and checkpoints; it signs no command.
@@ -280,7 +264,7 @@ class RunDir:
         return bytes.fromhex(mac_of(self.command_key(create=create), b"files"))
 
     def put_command(self, command: Command) -> Path:
-        """Leave a signed command for this run's agent."""
+        """Write a signed command to a file in the run directory, for the agent to take."""
         path = self._ensure_directory("commands") / f"{command.number}.json"
         replace_file(path, msgspec.json.encode(command))
         return path
@@ -307,7 +291,7 @@ class RunDir:
     # ------------------------------------------------------------------------------- halt
 
     def halted(self) -> HaltMarker | None:
-        """Return why the run was halted, or None. A damaged marker still halts it.
+        """Read the halt marker in the run directory; None without one. A damaged one halts too.
 
         One of another user does not count: it is reported and ignored.
         """
@@ -325,18 +309,17 @@ class RunDir:
 
     def write_halted(self, marker: HaltMarker) -> None:
         """Mark the run as stopped; durable when this returns. A halt does this first."""
-        raw = msgspec.json.format(msgspec.json.encode(marker), indent=2)
-        replace_file(self.path / "HALTED", raw + b"\n")
+        self._write_json("HALTED", marker)
 
     def clear_halted(self) -> None:
-        """Remove the marker: an operator allowed the run to continue."""
+        """Delete the halt marker from the run directory: an operator lets the run continue."""
         (self.path / "HALTED").unlink(missing_ok=True)
         sync_folder(self.path)
 
     # ---------------------------------------------------------------------------- restarts
 
     def restarts(self) -> list[int]:
-        """Return the times (Unix nanoseconds) at which a hung job of this run was ended.
+        """Read the times (Unix nanoseconds) at which a hung job of this run was ended.
 
         Raises:
             FormatError: the file is damaged; a guess would restore the budget.
@@ -422,20 +405,27 @@ class RunDir:
         return mac_of(key, b"plan", self.run_id.encode(), b"%d" % offset, line)
 
     def _owner(self) -> FileOwner:
-        """The directory's owner, whose files are trusted. A reader may be another user."""
+        """Return the run directory's owner, whose files are trusted; a reader may be another."""
         return FileOwner(self.path.stat().st_uid)
 
     def _read_file(self, name: str, *, max_bytes: int = MAX_BYTES) -> bytes | None:
+        """Read a file of the run directory that its owner wrote; None if it does not exist."""
         try:
             return read_own(self.path / name, owner=self._owner(), max_bytes=max_bytes)
         except FileNotFoundError:
             return None
 
+    def _write_json(self, name: str, body: object) -> None:
+        raw = msgspec.json.format(msgspec.json.encode(body), indent=2)
+        replace_file(self.path / name, raw + b"\n")
+
     def _ensure_directory(self, name: str) -> Path:
+        """Create a directory in the run directory, which only this user may write."""
         return ensure_own_dir(self.path / name)
 
 
 def _is_same_mac(mac: object, expected: str) -> bool:
+    """Return whether a line of a run directory's file has this signature."""
     return isinstance(mac, str) and hmac.compare_digest(mac.encode(), expected.encode())
 
 
@@ -449,7 +439,7 @@ def is_run_id(text: str) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """Check that the directory can be listed.
+    """Check that a directory on disk, given for run directories, can be listed.
 
     Raises:
         UsageError: there is no such directory.
@@ -467,6 +457,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _unreadable_error(folder: Path, error: OSError) -> StorageError:
+    """Return the error for a directory of runs that cannot be read."""
     return StorageError(
         f"{folder} cannot be read: {error.strerror}",
         hint=f"`ls -ld {folder}` shows its owner and permissions",
@@ -474,7 +465,7 @@ def _unreadable_error(folder: Path, error: OSError) -> StorageError:
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether the error means that the disk, or a quota on it, is full."""
+    """Return whether an error of a file means that the disk, or a quota on it, is full."""
     cause = error if isinstance(error, OSError) else error.__cause__
     return isinstance(cause, OSError) and cause.errno in _FULL
 
@@ -493,8 +484,4 @@ def _end_of_lines(fd: int) -> int:
 
 def holds_runs(folder: Path) -> bool:
     """Return whether the directory is a run directory, or contains run directories."""
-    try:
-        check_run_id(folder.absolute().name)
-    except UsageError:
-        return bool(RunDir.find_all(folder))
-    return True
+    return is_run_id(folder.absolute().name) or bool(RunDir.find_all(folder))

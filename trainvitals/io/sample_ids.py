@@ -48,7 +48,7 @@ class SampleFile:
         self._number = 0
 
     def append(self, line: StepSamples) -> None:
-        """Write a line; the oldest files make room for it.
+        """Append a step's samples to the rank's private file; the oldest files make room.
 
         Raises:
             OSError: the disk is full.
@@ -70,13 +70,14 @@ class SampleFile:
             raw, self._size = raw[written:], self._size + written
 
     def _rotate_file(self) -> None:
+        """Close the full sample file, and rename it to the next number."""
         self.close()
         now = self._folder / f"{self._name}.jsonl"
         now.rename(self._folder / f"{self._name}.{self._number:06d}.jsonl")
         self._number += 1
 
     def close(self) -> None:
-        """Close the file; it stays."""
+        """Close the rank's sample file; it stays in the run directory."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd, self._size = -1, 0
@@ -97,7 +98,7 @@ def delete_oldest_files(
 
 
 def samples_of(run_dir: Path, step: int) -> Iterator[StepSamples]:
-    """Yield the samples of ``step`` on each rank and in each attempt, as far as they are stored.
+    """Read the samples of ``step`` from the run directory's files, on each rank and attempt.
 
     A torn or damaged line is skipped.
     """

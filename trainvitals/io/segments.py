@@ -14,14 +14,13 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
-from trainvitals.errors import UNREADABLE, FormatError, NewerVersionError, UsageError
+from trainvitals.errors import UNREADABLE, FormatError, UsageError
 from trainvitals.identity import Identity
 from trainvitals.io.private import open_private
-from trainvitals.rows import FORMAT_VERSION, STREAMS, Schema
+from trainvitals.rows import FORMAT_VERSION, STREAMS, Schema, refuse_newer_version
 
 MAGIC = b"TVJ1"
 CLOSED = "closed"
@@ -50,7 +49,7 @@ def segment_name(stream: str, index: int) -> str:
 
 
 def list_names(directory: Path) -> list[str]:
-    """Return the names in a journal's directory; none if it does not exist."""
+    """Return the file names in a journal's directory; none if it does not exist."""
     try:
         return os.listdir(directory)  # noqa: PTH208 - a reader asks several times a second
     except FileNotFoundError:
@@ -58,7 +57,7 @@ def list_names(directory: Path) -> list[str]:
 
 
 def sort_segments(directory: Path, names: Iterable[str]) -> dict[str, list[tuple[int, Path]]]:
-    """Return each stream's segments as (index, path), oldest first; other names are ignored."""
+    """Return each stream's segment files as (index, path), oldest first."""
     by_stream: dict[str, list[tuple[int, Path]]] = {}
     for name in names:
         stream, _, rest = name.rpartition("-")
@@ -78,7 +77,7 @@ def encode_header(header: SegmentHeader) -> bytes:
 
 
 def read_header(path: Path) -> tuple[SegmentHeader, int]:
-    """Return a segment's header and the offset of its first row.
+    """Read the header of a segment file; return it with the offset of the first row.
 
     Raises:
         FileNotFoundError: it was deleted.
@@ -91,11 +90,7 @@ def read_header(path: Path) -> tuple[SegmentHeader, int]:
     magic, version, size, crc = _PREFIX.unpack_from(raw)
     if magic != MAGIC:
         raise FormatError(f"{path}: a segment begins with {MAGIC!r}; this one with {magic!r}")
-    if version > FORMAT_VERSION:
-        raise NewerVersionError(
-            f"{path} has format version {version}; this program reads up to {FORMAT_VERSION}",
-            hint="upgrade this program: pip install -U trainvitals",
-        )
+    refuse_newer_version(version, path)
     body = raw[_PREFIX.size : _PREFIX.size + size]
     if size > _MAX_HEADER_BYTES or len(body) != size or zlib.crc32(body) != crc:
         raise FormatError(f"{path}: the segment's header is torn or damaged")
@@ -109,12 +104,12 @@ def read_header(path: Path) -> tuple[SegmentHeader, int]:
 
 
 def read_bytes(path: Path, offset: int, size: int) -> bytes:
-    """Return up to ``size`` bytes from ``offset``. Never maps: a file may shrink under a map."""
+    """Read up to ``size`` bytes of a private file from ``offset``, without mapping it."""
     return read_fd(open_private(path), offset, size)
 
 
 def read_fd(fd: int, offset: int = 0, size: int = 1 << 20) -> bytes:
-    """Return up to ``size`` bytes from ``offset`` and close the descriptor."""
+    """Read up to ``size`` bytes of an open file from ``offset``, and close it."""
     try:
         parts = []
         while size > 0 and (part := os.pread(fd, size, offset)):
@@ -126,7 +121,7 @@ def read_fd(fd: int, offset: int = 0, size: int = 1 << 20) -> bytes:
 
 
 def find_valid_rows(schema: Schema, raw: bytes, first_seq: int) -> Iterator[tuple[int, int]]:
-    """Yield each run of valid rows as (first slot, slot after the last).
+    """Yield each run of valid rows in a segment file as (first slot, slot after the last).
 
     A row is valid if its checksum holds and its number is the one of its slot.
     """
@@ -145,21 +140,6 @@ def find_valid_rows(schema: Schema, raw: bytes, first_seq: int) -> Iterator[tupl
             return  # not written yet
     if begin >= 0:
         yield begin, num
-
-
-class SegmentFile(Protocol):
-    """Target of rows: mapped memory, or a file that only the writing thread uses."""
-
-    path: Path
-    num_bytes: int
-
-    def write(self, offset: int, row: bytes) -> None:
-        """Put the row at the offset."""
-        ...
-
-    def close(self) -> None:
-        """Close the file; it stays."""
-        ...
 
 
 class MappedSegment:
@@ -182,11 +162,11 @@ class MappedSegment:
             os.close(fd)
 
     def write(self, offset: int, row: bytes) -> None:
-        """Put the row at the offset."""
+        """Copy the row into the mapped segment file at the offset."""
         self.map[offset : offset + len(row)] = row
 
     def close(self) -> None:
-        """Unmap; written rows stay in the file."""
+        """Unmap the segment file; written rows stay in it."""
         self.map.close()
 
 
@@ -206,13 +186,17 @@ class PlainSegment:
             raise
 
     def write(self, offset: int, row: bytes) -> None:
-        """Put the row at the offset."""
+        """Write the row into the segment file on disk at the offset."""
         if os.pwrite(self._fd, row, offset) != len(row):
             raise OSError(errno.ENOSPC, f"{self.path}: no space left")
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the segment file on disk; its rows stay."""
         os.close(self._fd)
+
+
+SegmentFile = MappedSegment | PlainSegment
+"""Target of rows: mapped memory, or a file that only the writing thread uses."""
 
 
 def _create_temporary(path: Path) -> tuple[Path, int]:

@@ -57,12 +57,12 @@ class ServerUrl(NamedTuple):
 
     @property
     def is_tls(self) -> bool:
-        """Whether it is reached by TLS."""
+        """Return whether the server's socket is reached by TLS."""
         return self.base.startswith("https:")
 
 
 def parse_url(url: str) -> ServerUrl:
-    """Return a server's address by its parts.
+    """Return the parts of a server's URL: the base for HTTP and, for ``unix:``, the socket.
 
     Raises:
         UsageError: the URL is invalid, or its server could not be verified.
@@ -148,7 +148,7 @@ def check_peer(connected: socket.socket) -> None:
 
 
 def connect_unix(path: Path, timeout: float | None) -> socket.socket:
-    """Return a connection to a server that this user, or root, runs.
+    """Connect to the Unix socket of a server that this user, or root, runs.
 
     Raises:
         ServerIdentityError: it may be another user's.
@@ -183,7 +183,7 @@ class _PinnedContext(ssl.SSLContext):
 
 
 def tls_context(trust: TlsTrust) -> ssl.SSLContext:
-    """Return a context that connects only to the server that is trusted.
+    """Return a TLS context for sockets that connect only to the server that is trusted.
 
     Raises:
         ConfigError: a certificate or a key cannot be read.
@@ -205,7 +205,7 @@ def tls_context(trust: TlsTrust) -> ssl.SSLContext:
 
 
 def _pinned_context(certificates: tuple[str, ...]) -> _PinnedContext:
-    """Return a TLS context that trusts exactly these certificates."""
+    """Return a TLS context for sockets that trusts exactly these certificates."""
     context = _PinnedContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False  # the key matters, not the name
     # A certificate that a CA signed is trusted itself: without this flag, only together with that
@@ -222,7 +222,7 @@ def fingerprint(pem: str) -> str:
 
 
 def not_connected(url: str, trust: TlsTrust, error: BaseException) -> TransportError:
-    """Return the error for a connection that failed: whether it was the server's proof."""
+    """Return the error for a socket that could not connect, or whose server proved nothing."""
     cause: Any = error
     while cause is not None and not isinstance(cause, ssl.SSLError):
         cause = cause.__cause__ or cause.__context__

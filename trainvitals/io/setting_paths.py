@@ -8,7 +8,7 @@ _PATHS = ("VITALS_DIR", "VITALS_SHM", "VITALS_TOKEN_FILE", "VITALS_CONFIG", "XDG
 
 
 def collector_folder(named: str) -> Path | None:
-    """Return the absolute data directory that names a collector; None for a URL.
+    """Return the data directory on disk that a setting names, absolute; None for a URL.
 
     A directory has a ``/`` and no ``://``, or exists.
     """
@@ -19,18 +19,18 @@ def collector_folder(named: str) -> Path | None:
 
 
 def default_data_dir(environ: Mapping[str, str]) -> Path:
-    """Return the default data directory of a collector."""
+    """Return the directory for a collector's data files by default, in the user's home."""
     home = environ.get("XDG_DATA_HOME") or Path(environ.get("HOME") or Path.home()) / ".local/share"
     return Path(home) / "trainvitals"
 
 
 def collector_urls(named: str) -> list[str]:
-    """Return the comma-separated URLs of collectors on one database."""
+    """Split a setting's comma-separated URLs: collectors to connect to, on one database."""
     return [url for url in (part.strip() for part in named.split(",")) if url] or [named]
 
 
 def with_absolute_paths(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with its relative paths made absolute.
+    """Make relative paths of files in the environment absolute, for child processes.
 
     For child processes: their working directory may be different.
     """

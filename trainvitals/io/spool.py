@@ -135,38 +135,38 @@ class Spool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on disk."""
+        """Return the bytes of the spool's files on disk."""
         return self._num_bytes
 
     @property
     def retained_bytes(self) -> int:
-        """Bytes of files that stay though all of them is acknowledged."""
+        """Return the bytes of spool files that stay though they are completely acknowledged."""
         with self._lock:
             return sum(self._sizes[number] for number in self._retained)
 
     @property
     def kept_from(self) -> SpoolPosition:
-        """Position of the oldest stored batch, acknowledged or not."""
+        """Return the position of the oldest batch in the spool's files, acknowledged or not."""
         with self._lock:
             return SpoolPosition(min(self._sizes, default=self._state.acked.file))
 
     @property
     def dropped_rows(self) -> int:
-        """Rows that were refused, or deleted unacknowledged; counted over restarts."""
+        """Return how many rows the spool refused, or deleted unacknowledged, over restarts."""
         return self._state.dropped_rows
 
     @property
     def corrupt(self) -> int:
-        """Number of damaged ranges that were skipped; they stay in their spool file."""
+        """Return how many damaged ranges of the spool's files were skipped."""
         return self._num_corrupt + len(self._corrupt_at)
 
     @property
     def acked(self) -> SpoolPosition:
-        """Everything before this position is acknowledged."""
+        """Return the position in the spool's files before which everything is acknowledged."""
         return self._state.acked
 
     def last_seqs(self) -> dict[Key, int]:
-        """Return the last durable sequence number by (run, incarnation, stream)."""
+        """Return the last durable sequence number in the files by (run, incarnation, stream)."""
         with self._lock:
             return dict(self._last)
 
@@ -176,7 +176,7 @@ class Spool:
             return max(seqs.get(key, -1) for seqs in (self._last, self._unsynced, self._refused))
 
     def append(self, raw: bytes) -> bool:
-        """Add a batch; durable after the next ``sync``. False: full (``keep``); counted.
+        """Add a batch to the file; durable after ``sync``. False: full (``keep``); counted.
 
         A durable batch is not added twice: a writer goes back to its own last ``sync``, and the
         spool may have synced some later ones itself, or deleted acknowledged ones.
@@ -203,7 +203,7 @@ class Spool:
             return has_room
 
     def sync(self) -> None:
-        """Make everything appended so far durable.
+        """Make everything appended to the spool's files so far durable on disk.
 
         Raises:
             StorageError: the disk refused; batches since the last sync are dropped, and can be
@@ -220,7 +220,7 @@ class Spool:
                 self._save_dropped_count()
 
     def read(self, start: SpoolPosition) -> Iterator[tuple[SpoolPosition, bytes]]:
-        """Yield the batches after ``start``, each with the position after it; counts damage."""
+        """Yield the batches in the files after ``start``, each with the position after it."""
         with self._translate_disk_errors("cannot be read"):
             for position, raw in scan_spool(self.directory, start):
                 if raw is None:
@@ -234,7 +234,7 @@ class Spool:
         return list(islice(self.read(self._state.acked), limit))
 
     def ack(self, position: SpoolPosition) -> None:
-        """Record that everything before ``position`` is stored; free whole files."""
+        """Record that everything before ``position`` is acknowledged; free files that are done."""
         with self._lock, self._translate_disk_errors("the acknowledged position cannot be saved"):
             if position <= self._state.acked:
                 return
@@ -248,7 +248,7 @@ class Spool:
                     self._delete_expired_files()
 
     def last_acked(self) -> bytes | None:
-        """Return the last acknowledged batch; None if it was deleted."""
+        """Return the last acknowledged batch from the files; None if it was deleted."""
         acked = self._state.acked
         files = [n for n in self._sizes if n < acked.file or (n == acked.file and acked.offset)]
         newest = None
@@ -267,7 +267,7 @@ class Spool:
             return age < self._retain_seconds
 
     def close(self) -> None:
-        """Sync, save the state, close the file."""
+        """Sync the spool's current file, save the state, and close the file."""
         with self._lock, self._translate_disk_errors("the spool's last state was not saved"):
             try:
                 if self._fd >= 0 or self._unsynced or self._state != self._saved:
@@ -286,6 +286,7 @@ class Spool:
         return done
 
     def _delete_expired_files(self) -> None:
+        """Delete acknowledged spool files after their retention time, or above their bound."""
         oldest = self._now() - self._retain_seconds
         for number in sorted(self._retained):
             if self._retained[number] > oldest and self.retained_bytes <= self._retain_bytes:
@@ -324,7 +325,7 @@ class Spool:
             self._headers.remember(raw, size)
 
     def _start_file(self) -> None:
-        """Start a new file; its number was never used before."""
+        """Start a new file of the spool; its number was never used before."""
         self._number += 1
         path = self._file_path(self._number)
         fd = open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -341,12 +342,13 @@ class Spool:
             self._remove_file(number)
 
     def _close_file(self) -> None:
-        """Stop appending to the current file."""
+        """Stop appending to the current file of the spool."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def _sync_file(self) -> None:
+        """Sync the current spool file; its batches now count as durable."""
         size = self._sizes[self._number] if self._fd >= 0 else 0
         if self._fd >= 0 and size != self._synced_size:
             try:
@@ -383,6 +385,7 @@ class Spool:
         return True
 
     def _drop_oldest_file(self) -> None:
+        """Delete the oldest spool file, after its unacknowledged rows were counted as dropped."""
         oldest = min(self._sizes)
         acked, num_dropped = self._state.acked, self._state.dropped_rows
         num_rows = self._num_unacked_rows(oldest)
@@ -397,6 +400,7 @@ class Spool:
         self._remove_file(oldest)
 
     def _num_unacked_rows(self, number: int) -> int:
+        """Return how many rows in a spool file are not acknowledged."""
         acked = self._state.acked
         if number < acked.file:
             return 0
@@ -412,6 +416,7 @@ class Spool:
         return num_rows
 
     def _remove_file(self, number: int) -> None:
+        """Delete a file of the spool, with its recorded size and positions."""
         if number not in self._sizes:
             return
         self._file_path(number).unlink(missing_ok=True)
@@ -425,11 +430,12 @@ class Spool:
         self._num_corrupt += len(positions)
 
     def _record_file_size(self, number: int, size: int) -> None:
+        """Record the new size of a file in the spool."""
         self._num_bytes += size - self._sizes[number]
         self._sizes[number] = size
 
     def _own_files(self) -> list[tuple[int, Path, os.stat_result]]:
-        """Return the existing files; those of another user are ignored."""
+        """Return the spool's files that this user wrote; rename those of other users."""
         files = spool_files(self.directory)
         writer_files = own_files(self.directory, files)
         refused = {path for _, path in files} - {path for _, path, _ in writer_files}
@@ -442,14 +448,17 @@ class Spool:
         return writer_files
 
     def _open_file(self, number: int) -> BinaryIO:
+        """Open a file of the spool for reading, if this user owns it."""
         return stream_own(self._file_path(number), owner=self._owner)
 
     def _file_path(self, number: int) -> Path:
+        """Return the path of the spool file with this number."""
         return self.directory / f"{number:06d}.tvs"
 
     # ------------------------------------------------------------------ state, restarts
 
     def _update_state(self, **changes: object) -> None:
+        """Change the spool's state in memory; ``_save_state`` writes it."""
         self._state = msgspec.structs.replace(self._state, **changes)
 
     def _save_state(self) -> None:
@@ -469,6 +478,7 @@ class Spool:
         self._refused.clear()
 
     def _save_dropped_count(self) -> None:
+        """Save how many rows the spool dropped; if that fails, count them later."""
         try:
             self._save_state()
         except StorageError:
@@ -476,7 +486,7 @@ class Spool:
             raise
 
     def _clear_refused(self) -> None:
-        """A refused batch is sent again, refused again, and counted then."""
+        """Discard which batches a full spool refused: they are resent, and counted then."""
         self._refused.clear()
         if self.keep:
             self._update_state(dropped_rows=self._saved.dropped_rows)
@@ -506,7 +516,7 @@ class Spool:
         self._delete_expired_files()
 
     def _rescan(self, number: int, start: int, *, complete: bool) -> int:
-        """Record the file's batches after ``start``; return the end of its last batch.
+        """Record the batches of a spool file after ``start``; return the end of the last one.
 
         After damage in the last file nothing is recorded: it may never have been synced, and its
         writer has to send it again.
@@ -526,7 +536,7 @@ class Spool:
         return end
 
     def _rewrite(self, number: int, start: int) -> None:
-        """Make the file durable after ``start``, even if a sync failed before.
+        """Make a spool file durable after ``start``, even if a sync failed before.
 
         Another fsync is not enough after a failed write: the kernel may treat the pages as written.
         A reader has seen the same bytes at the same place.
@@ -542,7 +552,7 @@ class Spool:
 
     @contextlib.contextmanager
     def _translate_disk_errors(self, outcome: str, path: Path | None = None) -> Iterator[None]:
-        """Translate errors of the system to ours."""
+        """Translate the system's errors on spool files to ours."""
         try:
             yield
         except OSError as error:
@@ -564,14 +574,14 @@ def read_unacknowledged_headers(directory: Path) -> Iterator[BatchHeader]:
 
 
 def _record_last_seq(last: dict[Key, int], key: Key, seq: int) -> None:
-    """Note a stream's last number, and forget the stream that wrote longest ago."""
+    """Record a stream's last number in the spool; drop the stream that wrote longest ago."""
     last[key] = max(seq, last.pop(key, -1))
     while len(last) > MAX_WRITERS:
         del last[next(iter(last))]
 
 
 def _decode_header(raw: bytes) -> BatchHeader | None:
-    """Return the header of an intact batch; None if it has a later version, which is forwarded."""
+    """Return the header of an intact batch in a spool file; None if it has a later version."""
     try:
         return decode_batch(raw).header
     except FormatError:

@@ -53,7 +53,7 @@ def read_batches(
     now: float | None = None,
     damaged: Callable[[SpoolPosition, SpoolPosition], object] = lambda begin, end: None,
 ) -> Iterator[tuple[SpoolPosition, bytes]]:
-    """Yield the batches after ``start``, each with the position after it.
+    """Yield the batches in a spool's files after ``start``, each with the position after it.
 
     For any reader, while the spool grows, also over NFS: call again from the last position. Damage
     is skipped if the file is not growing; in one changed within the last 30 seconds before ``now``
@@ -80,7 +80,7 @@ def is_settled(directory: Path, number: int, now: float | None) -> bool:
 
 
 def is_unchanged(path: Path, now: float) -> bool:
-    """Return whether the file has not changed for a while, or does not exist."""
+    """Return whether a spool file has not changed for a while, or does not exist."""
     try:
         age = now - path.stat().st_mtime
     except FileNotFoundError:
@@ -90,7 +90,7 @@ def is_unchanged(path: Path, now: float) -> bool:
 
 
 def spool_files(directory: Path) -> list[tuple[int, Path]]:
-    """Return the spool's files in order, of any owner."""
+    """Return the files in a spool's directory in order, of any owner."""
     try:
         names = os.listdir(directory)  # noqa: PTH208 - a reader asks several times a second
     except FileNotFoundError:
@@ -101,7 +101,7 @@ def spool_files(directory: Path) -> list[tuple[int, Path]]:
 def own_files(
     directory: Path, files: list[tuple[int, Path]]
 ) -> list[tuple[int, Path, os.stat_result]]:
-    """Return the files of the directory's owner; other users' files are no spool."""
+    """Return the spool files of the directory's owner; ignore other users' files."""
     owner = FileOwner.from_directory(directory) if files else FileOwner.current_user()
     spool_files = []
     for number, path in files:
@@ -141,7 +141,7 @@ class SpoolHeaders:
         self._places: dict[bytes, int] = {}
 
     def stored(self, raw: bytes, offset: int) -> bytes:
-        """Return the stored form of the batch at ``offset``: short, or the batch itself."""
+        """Return how the spool file stores the batch at ``offset``: short, or as it is."""
         header_offset = self._places.get(_header_bytes(raw))
         if header_offset is None or offset - header_offset > HEADER_EVERY_BYTES:
             return raw
@@ -150,13 +150,14 @@ class SpoolHeaders:
         return b"".join((SHORT, prefix, _PLACE.pack(header_offset), rows))
 
     def remember(self, raw: bytes, offset: int) -> None:
-        """Record a batch that was written whole; the file's size bounds their number."""
+        """Record a batch that was written in full, for short ones in the same spool file."""
         header_offset = offset + PREFIX.size
         if header_offset < 1 << 32:
             self._places[_header_bytes(raw)] = header_offset
 
 
 def _header_bytes(raw: bytes) -> bytes:
+    """Return the header of a batch, which a spool file stores once for many batches."""
     return raw[PREFIX.size : PREFIX.size + int(PREFIX.unpack_from(raw)[2])]
 
 
@@ -196,7 +197,7 @@ class _SpoolFileScan:
         self._num_bytes_left = 4 * self.end + _IN_VAIN_BYTES
 
     def batch_at(self, offset: int) -> tuple[int, bytes] | None:
-        """Return the end of the batch at ``offset``, and the batch; None: there is none."""
+        """Return the end of the batch at ``offset`` of the spool file, and the batch; or None."""
         file = self._file
         file.seek(offset)
         prefix = file.read(PREFIX.size)
@@ -230,7 +231,7 @@ class _SpoolFileScan:
         return None
 
     def next_batch(self, offset: int) -> int | None:
-        """The offset of the next valid batch: the next magic with one after it."""
+        """Return the offset of the spool file's next valid batch; None if none is found."""
         while offset + PREFIX.size <= self.end:
             self._file.seek(offset)
             chunk = self._file.read(min(_CHUNK_BYTES, self.end - offset))
@@ -271,12 +272,12 @@ class _Sealed(msgspec.Struct):
 
 
 def load_state(path: Path) -> SpoolState:
-    """Return the state in the file; a new one if it is missing or damaged."""
+    """Read a spool's state from its file; a new state if it is missing or damaged."""
     return read_state(path) or SpoolState()
 
 
 def read_state(path: Path) -> SpoolState | None:
-    """Return the state in the file, a new one if it is missing; None: it is damaged."""
+    """Read a spool's state from its file; a new state if it is missing, None if it is damaged."""
     try:
         raw = read_own(
             path, owner=FileOwner.from_directory(path.parent), max_bytes=_MAX_STATE_BYTES
@@ -292,6 +293,6 @@ def read_state(path: Path) -> SpoolState | None:
 
 
 def encode_state(state: SpoolState) -> bytes:
-    """Return the bytes of a spool's ``state.json`` with a checksum."""
+    """Return the bytes of a spool's ``state.json``, with a checksum."""
     raw = msgspec.json.encode(state)
     return msgspec.json.encode(_Sealed(zlib.crc32(raw), msgspec.Raw(raw)))

@@ -25,6 +25,7 @@ class _UnixBackend(httpcore.SyncBackend):
     def connect_unix_socket(
         self, path: str, timeout: float | None = None, socket_options: Iterable[Any] | None = None
     ) -> httpcore.NetworkStream:
+        """Connect httpx to a Unix socket whose owner is checked."""
         try:
             return _UnixStream(connect_unix(Path(path), timeout))
         except TimeoutError as error:
@@ -38,6 +39,7 @@ class _UnixStream(httpcore.NetworkStream):
         self._socket = connected
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        """Receive up to ``max_bytes`` from the Unix socket, with httpx's errors."""
         try:
             self._socket.settimeout(timeout)
             return self._socket.recv(max_bytes)
@@ -47,6 +49,7 @@ class _UnixStream(httpcore.NetworkStream):
             raise httpcore.ReadError(str(error)) from error
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        """Send all bytes through the Unix socket, with httpx's errors."""
         try:
             self._socket.settimeout(timeout)
             self._socket.sendall(buffer)
@@ -56,10 +59,11 @@ class _UnixStream(httpcore.NetworkStream):
             raise httpcore.WriteError(str(error)) from error
 
     def close(self) -> None:
+        """Close the Unix socket."""
         self._socket.close()
 
     def get_extra_info(self, info: str) -> Any:
-        """Report whether unrequested data is readable: an idle connection has then ended."""
+        """Return whether the idle Unix socket is readable: then its connection has ended."""
         if info != "is_readable":
             return None
         poll = select.poll()

@@ -3,8 +3,6 @@
 These are a skip, a rollback (its target, budget and skipped batches), and a halt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -51,7 +49,7 @@ RULES: dict[str, str] = {
 
 
 def rule_words(rule: str) -> str:
-    """Return the display text of a rule; its name if there is none."""
+    """Return the display text of a rule of the escalation policy; its name if there is none."""
     return RULES.get(rule, rule)
 
 
@@ -116,7 +114,7 @@ def log_decision(
 
 
 def state_without_entry(result: PolicyResult) -> PolicyState:
-    """Return the result's state as if its decision had no entry: at most one entry per step."""
+    """Return the policy's state as if the decision had no entry: at most one per step."""
     state = result.state
     if result.decision is None:
         return state
@@ -124,7 +122,7 @@ def state_without_entry(result: PolicyResult) -> PolicyState:
 
 
 def evidence_of(record: StepRecord, state: PolicyState) -> dict[str, float]:
-    """Return the numbers of a step that its entry in the decision log shows."""
+    """Return the step's numbers that a decision of the policy shows as evidence."""
     evidence = {"in_a_row": float(max(len(state.row), state.nonfinite))}
     for name in ("loss", "loss_limit", "grad_norm", "grad_norm_limit", "learning_rate"):
         value = getattr(record, name)
@@ -139,7 +137,7 @@ def evidence_of(record: StepRecord, state: PolicyState) -> dict[str, float]:
 def log_skip(
     state: PolicyState, context: DecisionContext, finding: Finding | None, *, reason: str, rule: str
 ) -> PolicyResult:
-    """Log a step that the device skipped before the host knew about it."""
+    """Log as a decision of the policy that the device skipped a step before the host knew."""
     return log_decision(
         replace(state, facts=replace(state.facts, num_skips=state.facts.num_skips + 1)),
         context, finding, action="skip_step", reason=reason, rule=rule,
@@ -156,7 +154,7 @@ def halt_run(
     rule: str,
     command_number: int = 0,
 ) -> PolicyResult:
-    """Halt the run, with the reason."""
+    """Halt the run as an action of the policy, with the reason."""
     return log_decision(
         replace(state, facts=replace(state.facts, halted=reason)), context, finding, action="halt",
         reason=reason, rule=rule, acted=context.mode != "observe", command_number=command_number,
@@ -164,7 +162,7 @@ def halt_run(
 
 
 def roll_back(state: PolicyState, context: DecisionContext, rollback: Rollback) -> PolicyResult:
-    """Roll back; outside of heal mode the entry reports the rollback that heal mode would make."""
+    """Decide a rollback; outside of heal mode its entry reports what heal mode would do."""
     acted, record, target = context.mode == "heal", context.record, rollback.target
     facts = rollback.facts
     after = replace(
@@ -201,7 +199,7 @@ def roll_back(state: PolicyState, context: DecisionContext, rollback: Rollback) 
 def roll_back_as_planned(
     state: PolicyState, context: DecisionContext, plan: RollbackPlan, rollback: Rollback
 ) -> PolicyResult:
-    """Roll back, and train every batch again or skip those around the problem."""
+    """Decide a rollback that trains every batch again, or skips those around the problem."""
     facts, cause = rollback.facts, rollback.facts.cause
     assert cause is not None, "the budget was spent on it"
     num_batches, text = 0, "; all batches are trained again"
@@ -228,18 +226,18 @@ _SAME_CAUSE_STEPS = 10
 
 
 def treated_cause_times(facts: DurablePolicyState, config: PolicyConfig) -> tuple[int, ...]:
-    """Return the times within the window at which causes were treated by rollback."""
+    """Return when causes were treated by rollback within the window of the budget."""
     return tuple(time for time in facts.causes if time > facts.clock - config.budget_window)
 
 
 def budget_left(facts: DurablePolicyState, config: PolicyConfig) -> int:
-    """Return the rollbacks left before the run must halt: the smaller of both budgets."""
+    """Return how many rollbacks the policy's budgets allow before the run must halt."""
     tries = config.max_tries - (facts.cause.tries if facts.cause else 0)
     return max(0, min(tries, config.max_causes - len(treated_cause_times(facts, config))))
 
 
 def recurring_cause(facts: DurablePolicyState, kind: str, onset: int) -> Cause | None:
-    """Return the current cause if a problem is the same one; otherwise None."""
+    """Return the cause that the budget counts if a problem is the same one; otherwise None."""
     cause = facts.cause
     if cause is None or cause.kind != kind:
         return None
@@ -249,7 +247,7 @@ def recurring_cause(facts: DurablePolicyState, kind: str, onset: int) -> Cause |
 def prepare_rollback(
     facts: DurablePolicyState, context: DecisionContext, plan: RollbackPlan, cause: Cause | None
 ) -> tuple[Rollback | None, str]:
-    """Choose the checkpoint to roll back to, and count the rollback against its budget.
+    """Choose the checkpoint for a rollback, and count it against the policy's budget.
 
     Args:
         facts: state that has the budgets; changed.
@@ -295,7 +293,7 @@ def prepare_rollback(
 
 
 def _leave_out_margin(config: PolicyConfig, tries: int) -> int:
-    """Return the number of batches that a rollback leaves out on each side."""
+    """Return the number of batches that the policy's rollback leaves out on each side."""
     return min(config.leave_out_margin << min(tries - 1, 20), config.max_leave_out_margin)
 
 
@@ -303,7 +301,7 @@ def _leave_out_margin(config: PolicyConfig, tries: int) -> int:
 
 
 def newest_healthy(checkpoints: Sequence[CheckpointRef]) -> CheckpointRef | None:
-    """Return the latest healthy checkpoint; None if there is none."""
+    """Return the latest healthy checkpoint to which the policy may roll back; or None."""
     usable = _list_healthy_checkpoints(checkpoints, FOREVER)
     return usable[-1] if usable else None
 
@@ -336,7 +334,7 @@ def choose_checkpoint(
 def commanded_checkpoint(
     command: Proposal, checkpoints: Sequence[CheckpointRef]
 ) -> CheckpointRef | None:
-    """Return the healthy checkpoint of a command, by id, by step, or the latest."""
+    """Return the healthy checkpoint that a command to roll back names: id, step or latest."""
     if command.checkpoint_id:
         return newest_healthy([ref for ref in checkpoints if ref.id == command.checkpoint_id])
     if command.argument == NEWEST:

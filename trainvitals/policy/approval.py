@@ -1,7 +1,5 @@
 """Approval of rollbacks: request, veto, and the default without a response."""
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from trainvitals.policy.actions import (
@@ -25,7 +23,7 @@ WAITS_UNTIL = "waits_until_step"
 def decide_rollback(
     state: PolicyState, context: DecisionContext, plan: RollbackPlan, rollback: Rollback
 ) -> PolicyResult:
-    """Roll back, or request approval if the settings require it.
+    """Decide a rollback, or request an operator's approval if the settings require it.
 
     Args:
         state: memory of the policy before the budget is spent.
@@ -85,7 +83,7 @@ def _request_approval(
 
 
 def expire_approval(state: PolicyState, config: PolicyConfig) -> tuple[PolicyState, bool]:
-    """Return the state after ``ask_steps`` without a response, and whether the default approves."""
+    """Return the state after ``ask_steps`` without a response, and if the default approves."""
     facts, waiting = state.facts, state.facts.waiting
     if waiting is None or facts.clock < waiting.until:
         return state, False
@@ -105,7 +103,7 @@ def veto_rollback(
 def roll_back_approved(
     state: PolicyState, context: DecisionContext, command_number: int = 0
 ) -> PolicyResult:
-    """Roll back as requested, to a checkpoint that is healthy by now."""
+    """Roll back after approval, to a checkpoint that is healthy by now."""
     facts, plan = state.facts, state.facts.waiting
     assert plan is not None, "a rollback waits"
     cause = recurring_cause(facts, plan.kind, plan.onset_step)

@@ -1,7 +1,5 @@
 """Commands of operators: executed or refused, and never refused because of a budget."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 
@@ -36,7 +34,7 @@ from trainvitals.records import CommandAck, ProfileArgument
 def execute_command(
     result: PolicyResult, before: PolicyState, command: Proposal, context: DecisionContext
 ) -> PolicyResult:
-    """Carry out a command or refuse it, on top of the step's own verdict."""
+    """Carry out an operator's command or refuse it, after the policy's verdict on the step."""
     decision = result.decision
     refusal = _refusal_reason(result, command, context)
     if refusal:
@@ -73,7 +71,7 @@ def execute_command(
 def _apply_command(
     result: PolicyResult, command: Proposal, context: DecisionContext
 ) -> PolicyResult:
-    """Apply a command about later steps, or about actions outside the step; keep the verdict."""
+    """Apply an operator's command about later steps or other actions; keep the policy's verdict."""
     state, argument, first = result.state, command.argument, context.inputs.decided_at_step + 1
     facts, detail = state.facts, ""
     if command.action == "skip":
@@ -118,7 +116,7 @@ def _apply_command(
 def _accept_level(
     result: PolicyResult, command: Proposal, context: DecisionContext
 ) -> PolicyResult:
-    """Apply an operator's statement that a step, or its level, was healthy.
+    """Apply an operator's command that accepts a step, or its level, as healthy.
 
     Outliers there define a level from now on, and their onsets no longer count against the state.
     If no outlier is remembered, the statement is about the level: its detectors start again.
@@ -162,7 +160,7 @@ def _accept_level(
 def _raise_accepted_levels(
     levels: tuple[AcceptedLevel, ...], outliers: Sequence[Outlier], turn: int
 ) -> tuple[AcceptedLevel, ...]:
-    """Return the accepted levels, raised to the largest values of these outliers."""
+    """Raise the levels that an operator's command accepted to these outliers' values."""
     if not outliers:
         return levels
     before = [level for level in levels if level.turn == turn]
@@ -210,6 +208,7 @@ def _refusal_reason(result: PolicyResult, command: Proposal, context: DecisionCo
 
 
 def _approval_refusal_reason(waiting: RollbackPlan | None, command: Proposal) -> str:
+    """Return why an approval or veto by command is refused; "" if it is accepted."""
     if waiting is None or waiting.vetoed:
         return "no decision waits for approval"
     if command.argument in (0.0, NEWEST, float(waiting.number)):
@@ -224,6 +223,7 @@ def _acknowledge_command(
     detail: str,
     context: DecisionContext,
 ) -> PolicyResult:
+    """Return the policy's result with its acknowledgement of an operator's command."""
     facts = replace(result.state.facts, last_command=command.number)
     ack = CommandAck(
         number=command.number, status=status, step=context.inputs.decided_at_step, detail=detail

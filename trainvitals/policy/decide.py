@@ -11,14 +11,13 @@ evaluation) can also come from a large optimizer spike: it has a cooldown, is sp
 and never halts a run.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from msgspec.structs import replace
 
+from trainvitals.detect.reporter import make_finding
 from trainvitals.policy.actions import (
     PolicyResult,
     halt_run,
@@ -78,7 +77,7 @@ _JUMPS_AFTER = 20
 def decide(
     state: PolicyState, findings: Sequence[Finding], context: DecisionContext
 ) -> PolicyResult:
-    """Return the next state and the action for one step.
+    """Return the next state of the escalation policy, and its action for one step.
 
     At most one decision per step. After a halt, and until a decided rollback was reported done,
     there are no decisions.
@@ -115,7 +114,7 @@ def decide(
 
 
 def _halt_collapsed(state: PolicyState, context: DecisionContext, bad: Finding) -> PolicyResult:
-    """Halt a post-training run whose policy is lost; in ``observe`` only record it."""
+    """Decide on a collapsed post-training run: halt, or only record it in ``observe``."""
     reason = f"{bad.reason} (on_collapse='stop')"
     if context.mode != "observe":
         return halt_run(state, context, bad, reason=reason, rule="post_training")
@@ -126,7 +125,7 @@ def _halt_collapsed(state: PolicyState, context: DecisionContext, bad: Finding) 
 
 
 def _advance_clock(state: PolicyState, context: DecisionContext) -> PolicyState:
-    """Advance the clock, and end a hold of the learning rate when its cause has ended."""
+    """Advance the policy's clock; end a hold of the learning rate when its cause has ended."""
     record, facts = context.record, state.facts
     facts = replace(facts, clock=facts.clock + 1)
     rate = record.learning_rate
@@ -174,7 +173,7 @@ def _judge_step(
 def _recover_observed(
     state: PolicyState, findings: Sequence[Finding], context: DecisionContext
 ) -> PolicyState:
-    """End an observed halt when the run, which was not stopped, has recovered by itself."""
+    """Let the policy end an observed halt when the run has recovered on its own."""
     record = context.record
     if record.skipped or any(finding.level == "actionable" for finding in findings):
         return replace(state, last_unhealthy_step=record.step)
@@ -188,7 +187,7 @@ def _recover_observed(
 def _log_device_skip(
     state: PolicyState, findings: Sequence[Finding], context: DecisionContext
 ) -> PolicyResult:
-    """Record a step that the device skipped for a reason without an actionable finding."""
+    """Log a decision for a step that the device skipped without an actionable finding."""
     if not context.record.skipped or context.record.overflow:
         return PolicyResult(state)
     finding = next((f for f in findings if f.kind == "rank_failed"), None)
@@ -204,7 +203,7 @@ def _log_device_skip(
 def _act_on_nonfinite_params(
     state: PolicyState, bad: Finding, context: DecisionContext
 ) -> PolicyResult:
-    """Roll back non-finite parameters; halt if the mode allows no rollback."""
+    """Decide on non-finite parameters: roll back, or halt if the mode allows no rollback."""
     record = context.record
     onset = min(step for step in (record.step, _current_onset(state)) if step >= 0)
     state = replace(state, last_flagged=record.step, last_unhealthy_step=record.step)
@@ -223,7 +222,7 @@ def _act_on_nonfinite_params(
 
 
 def _current_onset(state: PolicyState) -> int:
-    """Return the first step of the current problem; -1 if there is none."""
+    """Return the first step of the problem that the policy is acting on; -1 if there is none."""
     if state.row:
         return state.row[0].step
     return state.nonfinite_onset if state.nonfinite else -1
@@ -232,7 +231,7 @@ def _current_onset(state: PolicyState) -> int:
 def _act_on_nonfinite_step(
     state: PolicyState, bad: Finding, context: DecisionContext
 ) -> PolicyResult:
-    """Act on a non-finite step: skip, run the probe, roll back or halt."""
+    """Decide on a non-finite step: skip, query the probe, roll back or halt."""
     record, config = context.record, context.config
     num = state.nonfinite + 1
     onset = record.step if num == 1 else state.nonfinite_onset
@@ -259,7 +258,7 @@ def _act_on_nonfinite_step(
 def _act_on_damaged_state(
     state: PolicyState, read: StateRead, bad: Finding, onset: int, context: DecisionContext
 ) -> PolicyResult:
-    """Roll back a state that the probe found damaged; if not allowed, log the skip."""
+    """Decide on a state that the probe found damaged: roll back, or log the skip."""
     finding = damage_finding(read, max_healthy_ratio(state, onset, context), context, bad.rank)
     if context.can_roll_back:
         reason = f"{bad.reason}; {finding.reason}"
@@ -274,7 +273,7 @@ def _act_on_damaged_state(
 def _act_on_nonfinite_row(
     state: PolicyState, bad: Finding, onset: int, context: DecisionContext
 ) -> PolicyResult:
-    """Skip a non-finite step; in a long row roll back, or halt if nothing else helps."""
+    """Decide on a row of non-finite steps: skip, roll back, or halt if nothing else helps."""
     config, num = context.config, state.nonfinite
     findings: tuple[Finding, ...] = ()
     if state.sound and num == config.nonfinite_in_a_row:
@@ -306,7 +305,7 @@ def _act_on_nonfinite_row(
 def _act_on_outlier(
     state: PolicyState, spike: Finding | None, context: DecisionContext
 ) -> PolicyResult:
-    """Record an outlier that the device withheld, or applied because a bound was reached."""
+    """Decide on an outlier: record that the device withheld it, or had to apply it."""
     record = context.record
     state = note_outlier(replace(state, nonfinite=0, sound=False), record, context.config)
     if spike is None or not record.withheld:
@@ -319,7 +318,7 @@ def _act_on_outlier(
 def _probe_findings(
     result: PolicyResult, findings: Sequence[Finding], context: DecisionContext
 ) -> PolicyResult:
-    """Run the probe for reported findings. Any result ends the hold; damage leads to an action."""
+    """Query the probe about reported findings; damage is evidence for an action."""
     state, config, step = result.state, context.config, context.record.step
     if not findings and state.lr_jump is None:
         return result
@@ -370,7 +369,7 @@ def _probe_findings(
 
 
 def _collect_losses(state: PolicyState, context: DecisionContext) -> PolicyState:
-    """Collect the losses after a jump of the learning rate, while damage is attributed to it."""
+    """Collect losses after a jump of the rate, as evidence while damage is attributed to it."""
     jump, loss = state.lr_jump, context.record.loss
     if jump is None:
         return state
@@ -393,13 +392,13 @@ def _has_loss_risen(state: PolicyState, config: PolicyConfig) -> bool:
 
 
 def is_lr_jump(record: StepRecord, last: float, config: PolicyConfig) -> bool:
-    """Return whether a step's learning rate is many times the rate of the step before."""
+    """Return whether a step's learning rate is many times the last one, as the policy judges."""
     rate = record.learning_rate
     return rate is not None and last > 0.0 and rate >= config.lr_jump * last
 
 
 def is_lr_restart(record: StepRecord, state: PolicyState, config: PolicyConfig) -> bool:
-    """Return whether the rate jumps to an expected value: scheduled, or already trained with."""
+    """Return whether the policy expects this jump of the rate: scheduled, or trained before."""
     rate = record.learning_rate or 0.0
     return is_lr_jump(record, state.learning_rate, config) and (
         record.rate_declared or rate <= _KNOWN * state.rate_to_know
@@ -409,7 +408,7 @@ def is_lr_restart(record: StepRecord, state: PolicyState, config: PolicyConfig) 
 def _report_lr_jump(
     result: PolicyResult, before: PolicyState, context: DecisionContext
 ) -> PolicyResult:
-    """Report an undeclared jump of the learning rate above every rate used so far."""
+    """Report a finding of the policy: an undeclared jump above every rate used so far."""
     record, config, state = context.record, context.config, result.state
     rate, last = record.learning_rate, before.learning_rate
     if rate is None or not is_lr_jump(record, last, config):
@@ -423,8 +422,8 @@ def _report_lr_jump(
     jump = LrJump(record.step, last, rate, *context.loss_trend())
     reason = f"the learning rate rose from {last:.4g} to {rate:.4g} in one step"
     limit = config.lr_jump * last
-    finding = _make_finding(
-        record, "lr_jump", "learning_rate", reason, "advisory", limit=limit, value=rate
+    finding = make_finding(
+        "learning_rate", record.step, reason, kind="lr_jump", limit=limit, value=rate
     )
     state = replace(state, lr_jump=jump, losses=())
     return result._replace(state=state, findings=(*result.findings, finding))
@@ -434,7 +433,7 @@ def _report_lr_jump(
 
 
 def _check_snapshots(result: PolicyResult, context: DecisionContext) -> PolicyResult:
-    """Add the ranks' reports about a state that they checked, or could not copy."""
+    """Apply the policy to what ranks report of states that they checked or could not copy."""
     record = context.record
     if record.snapshots_missed:
         result = _report_missed_snapshots(result, context)
@@ -444,30 +443,18 @@ def _check_snapshots(result: PolicyResult, context: DecisionContext) -> PolicyRe
     where = f"rank {rank}" if rank >= 0 else "several ranks"
     reason = f"parameters, optimizer state or buffers are NaN or infinite on {where}"
     value = float(record.nonfinite_state)
-    finding = _make_finding(record, "nonfinite_state", "snapshots", reason, rank=rank, value=value)
+    finding = make_finding(
+        "snapshots", record.step, reason, kind="nonfinite_state", level="actionable", rank=rank,
+        value=value,
+    )  # fmt: skip
     result = _mark_unhealthy(result, record.step)
     return _add_rule_result(
         result, _act_on_nonfinite_state(state_without_entry(result), context, finding)
     )
 
 
-def _make_finding(
-    record: StepRecord,
-    kind: str,
-    detector: str,
-    reason: str,
-    level: Literal["actionable", "advisory"] = "actionable",
-    **fields: Any,
-) -> Finding:
-    """Return a finding of the policy about this step, which is its own cause."""
-    return Finding(
-        kind=kind, level=level, step=record.step, detector=detector, reason=reason,
-        onset_step=record.step, cause=kind, **fields,
-    )  # fmt: skip
-
-
 def _ends_attempt(result: PolicyResult) -> bool:
-    """Return whether the step's decision is a rollback or a halt."""
+    """Return whether the policy's decision on the step is a rollback or a halt."""
     return result.decision is not None and result.decision.action in ("rollback", "halt")
 
 
@@ -484,24 +471,25 @@ def _add_rule_result(result: PolicyResult, done: PolicyResult) -> PolicyResult:
 
 
 def _check_replicas(result: PolicyResult, context: DecisionContext) -> PolicyResult:
-    """Add reports of ranks that differ where they must be equal: settings, or the state itself."""
+    """Apply the policy to ranks that differ where they must be equal."""
     record, rank = context.record, context.record.replica_rank
     if record.settings_differ:
         who = f"rank {rank}" if rank >= 0 else "a rank"
         since = result.state.settings.since
         since = record.step if since < 0 else since
         reason = f"{who} trained with other settings than the others"
-        finding = _make_finding(
-            record, "settings_differ", "replicas", reason, "advisory", rank=rank
+        finding = make_finding(
+            "replicas", record.step, reason, kind="settings_differ", rank=rank, onset_step=since
         )
-        finding = replace(finding, onset_step=since)
         state = replace(result.state, settings=LastingProblem(record.step, since))
         result = result._replace(state=state, findings=(*result.findings, finding))
     if not record.replicas_differ or _ends_attempt(result):
         return result
     reason = "ranks that must hold the same parameters and optimizer state do not"
     reason += f": rank {rank} is wrong" if rank >= 0 else ""
-    finding = _make_finding(record, "replica_corrupted", "replicas", reason, rank=rank)
+    finding = make_finding(
+        "replicas", record.step, reason, kind="replica_corrupted", level="actionable", rank=rank
+    )
     result = _mark_unhealthy(result, record.step)
     return _add_rule_result(
         result, _act_on_differing_replicas(state_without_entry(result), context, finding)
@@ -509,6 +497,7 @@ def _check_replicas(result: PolicyResult, context: DecisionContext) -> PolicyRes
 
 
 def _mark_unhealthy(result: PolicyResult, step: int) -> PolicyResult:
+    """Record in the policy's state that this step was unhealthy."""
     return result._replace(state=replace(result.state, last_unhealthy_step=step))
 
 
@@ -520,15 +509,15 @@ def _report_missed_snapshots(result: PolicyResult, context: DecisionContext) -> 
         return result
     reason = f"{num} {'snapshot' if num == 1 else 'snapshots'} in memory could not be taken: a "
     reason += "rollback would go further back"
-    record, value = context.record, float(num)
-    finding = _make_finding(record, "snapshot_missed", "snapshots", reason, "advisory", value=value)
+    step = context.record.step
+    finding = make_finding("snapshots", step, reason, kind="snapshot_missed", value=float(num))
     return result._replace(findings=(*result.findings, finding))
 
 
 def _check_evaluation(
     result: PolicyResult, before: PolicyState, ratio: float, context: DecisionContext
 ) -> PolicyResult:
-    """Add an evaluation: evidence about the state if outliers came since the previous one.
+    """Judge an evaluation: it is evidence about the state if outliers came since the last one.
 
     Without an outlier the loss may have risen because of other data or forgetting, and after a
     level was accepted this is certain to be possible. An evaluation is sent with the next step:
@@ -572,7 +561,7 @@ def _check_evaluation(
 def _act_on_certain_evidence(
     state: PolicyState, context: DecisionContext, plan: RollbackPlan
 ) -> PolicyResult:
-    """Roll back on certain evidence, or halt if no budget or no checkpoint is left."""
+    """Decide on certain evidence: roll back, or halt without a budget or a checkpoint."""
     config, facts = context.config, state.facts
     cause = recurring_cause(facts, plan.kind, plan.onset_step)
     num_causes, over = len(treated_cause_times(facts, config)), ""
@@ -597,7 +586,7 @@ def _act_on_certain_evidence(
 def _act_on_nonfinite_state(
     state: PolicyState, context: DecisionContext, finding: Finding
 ) -> PolicyResult:
-    """Roll back a non-finite state with a finite loss; otherwise report it and continue.
+    """Decide on a non-finite state with a finite loss: roll back, otherwise report it.
 
     It never halts: the losses are fine, and the model may write such buffers deliberately. If the
     state is non-finite again after every batch was trained again, a rollback does not fix it, and
@@ -619,7 +608,7 @@ def _act_on_nonfinite_state(
 def _act_on_differing_replicas(
     state: PolicyState, context: DecisionContext, finding: Finding
 ) -> PolicyResult:
-    """Roll back to the last equal state if replicas differ; halt if they differ again.
+    """Decide on replicas that differ: roll back to the last equal state; halt if it recurs.
 
     One difference is a flipped bit, and training again fixes it. Two on one rank within the
     budget's window mean a faulty machine. Neither fixes a difference that recurs bit for bit: it is
@@ -661,7 +650,7 @@ def _replay_all_batches(
     note: str,
     **budget_update: Any,
 ) -> PolicyResult:
-    """Roll back and train every batch again; with a note that says why not, report and continue.
+    """Decide a rollback that trains every batch again; with a note why not, report instead.
 
     ``budget_update`` is added to the facts together with the rollback.
     """
@@ -688,7 +677,7 @@ def _replay_all_batches(
 def _act_on_finite_evidence(
     state: PolicyState, context: DecisionContext, plan: RollbackPlan
 ) -> PolicyResult:
-    """Roll back on finite evidence about the state; if not allowed, report it and continue.
+    """Decide on finite evidence about the state: roll back, or report it and continue.
 
     A jump of the learning rate immediately before the onset counts as the cause: then every batch
     is trained again with the earlier rate held.

@@ -1,7 +1,5 @@
 """Evidence that a decision rests on: the step, the probe, and sentences about its result."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -47,7 +45,7 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the gradient of one kept batch is finite on every rank, or unknown."""
 
     def ratio(self, floor: float) -> float | None:
-        """Return now / then; inf if a loss or a gradient is non-finite; None if unknown.
+        """Return the evidence of a probe: losses now / then; inf if non-finite, None if unknown.
 
         Fewer than three batches, or losses at or below zero, give no ratio.
         """
@@ -104,7 +102,7 @@ class DecisionContext(NamedTuple):
 
     @property
     def can_roll_back(self) -> bool:
-        """Whether a rollback is the next action: in heal mode, or in observe with checkpoints."""
+        """Return whether a rollback is the policy's next action in this mode."""
         return self.mode == "heal" or (self.mode == "observe" and bool(self.inputs.checkpoints))
 
 
@@ -128,7 +126,7 @@ _MEANINGS = {"sound": "the state is healthy", "state": "the state is damaged", "
 
 
 def describe_reading(event: StateRead) -> str:
-    """Return a sentence about the result of the probe or an evaluation, with its numbers."""
+    """Describe the evidence from the probe or an evaluation in a sentence, with its numbers."""
     is_probe = event.trigger != "evaluation"
     who = "Probe" if is_probe else "Evaluation"
     if event.verdict == "abstained" or event.ratio is None:
@@ -150,7 +148,7 @@ def describe_reading(event: StateRead) -> str:
 
 
 def describe_verdict(event: StateRead) -> str:
-    """Return the meaning of a verdict about the state for the run."""
+    """Describe what a verdict about the state, as evidence, means for the run."""
     return _MEANINGS_OF_STATE.get((event.trigger, event.verdict), _MEANINGS[event.verdict])
 
 
@@ -175,7 +173,7 @@ _ONSET_TOLERANCE = 8
 def run_probe(
     state: PolicyState, trigger: Trigger, onset: int, context: DecisionContext
 ) -> StateRead | None:
-    """Run the probe and return its result with a verdict; None if there is no probe."""
+    """Query the probe for evidence; return its result with a verdict, or None without a probe."""
     config, probe, clips = context.config, context.inputs.probe, context.record.clips
     if probe is None:
         return None
@@ -209,7 +207,7 @@ def run_probe(
 
 
 def max_healthy_ratio(state: PolicyState, onset: int, context: DecisionContext) -> float:
-    """Return the ratio above which kept batches show a damaged state."""
+    """Return the ratio of losses above which the policy takes the state as damaged."""
     config = context.config
     if is_near_jump(state, onset, context):
         return config.state_ratio_jump
@@ -217,7 +215,7 @@ def max_healthy_ratio(state: PolicyState, onset: int, context: DecisionContext) 
 
 
 def is_near_jump(state: PolicyState, onset: int, context: DecisionContext) -> bool:
-    """Return whether a jump of the learning rate may have caused a problem with this onset."""
+    """Return whether the policy may attribute a problem with this onset to a jump of the rate."""
     jump = state.lr_jump
     if jump is None:
         return False
@@ -227,7 +225,7 @@ def is_near_jump(state: PolicyState, onset: int, context: DecisionContext) -> bo
 def proves_damage(
     read: StateRead, since: int, state: PolicyState, context: DecisionContext
 ) -> bool:
-    """Return whether the reading is damage; it may be forgetting, which proves nothing.
+    """Return whether the reading is evidence of damage; forgetting would prove nothing.
 
     Earlier batches read worse after updates on new data. A few updates do not cause forgetting, and
     forgetting never leads to absurd losses or to non-finite gradients.
@@ -240,7 +238,7 @@ def proves_damage(
 
 
 def describe_damage(read: StateRead) -> str:
-    """Return a sentence about a reading that shows damage, for findings and decisions."""
+    """Describe a reading that shows damage in a sentence, as evidence for decisions."""
     if read.ratio is None:
         return "the probe gave no verdict"
     if read.detail.startswith(NONFINITE_GRADIENT):
@@ -254,7 +252,7 @@ def describe_damage(read: StateRead) -> str:
 def damage_finding(
     read: StateRead, limit: float, context: DecisionContext, rank: int = -1
 ) -> Finding:
-    """Return the finding of a reading that shows damage."""
+    """Return the finding whose evidence is a reading that shows damage."""
     return Finding(
         kind="state_damaged",
         level="actionable",

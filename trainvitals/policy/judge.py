@@ -4,8 +4,6 @@
 findings to the policy.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Mapping
@@ -112,6 +110,7 @@ class _OptimizerJudge:
         self.policy = PolicyState()
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of one optimizer's detectors and policy, as JSON types."""
         return {
             **self.detectors.state_dict(),
             "outlier": self.outliers.state_dict(),
@@ -119,6 +118,7 @@ class _OptimizerJudge:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue as the judge of one optimizer that returned ``state``."""
         if "outlier" in state:
             self.outliers.load_state_dict(state["outlier"])
         self.detectors.load_state_dict(dict(state))
@@ -152,7 +152,7 @@ class Judge:
         self._last_step = -1
 
     def _switch_optimizer(self, turn: int) -> None:
-        """Judge the steps of another optimizer from now on."""
+        """Judge the next steps of a second optimizer, within the run's budgets."""
         before = self._current
         self._waiting[self._turn] = before
         waiting = self._waiting.pop(turn, None)
@@ -161,7 +161,7 @@ class Judge:
         self._turn = turn
 
     def _next_state(self, turn: int | None) -> tuple[_OptimizerJudge, PolicyState]:
-        """Return the references for the next step of one optimizer, without changing anything."""
+        """Return one optimizer's references for judging its next step, without a change."""
         if turn is None or turn == self._turn:
             return self._current, self._current.policy
         optimizer = self._waiting.get(turn) or _OptimizerJudge(self.config)
@@ -214,7 +214,7 @@ class Judge:
     def command(
         self, command: Proposal, *, decided_at_step: int, unavailable_commands: Mapping[str, str]
     ) -> Judgement:
-        """Respond to a command between two steps, while the run is paused.
+        """Carry out or refuse an operator's command between two steps, while the run is paused.
 
         Args:
             command: a command that adds no entry to the decision log.
@@ -233,6 +233,7 @@ class Judge:
         return Judgement(ack=result.ack, order=command if is_done else None)
 
     def _loss_trend(self) -> LossTrend:
+        """Return the earlier level of the loss, which the judge uses as evidence."""
         return LossTrend(*self._current.outliers.loss_statistics())
 
     def rolled_back(
@@ -289,7 +290,7 @@ class Judge:
 
     @property
     def is_suspicious(self) -> bool:
-        """Whether the host must wait for the next step's numbers: equal on all ranks.
+        """Return whether the host must wait for the next step's numbers; equal on all ranks.
 
         True during a row of outliers or non-finite steps, and for the first steps.
         """
@@ -324,12 +325,12 @@ class Judge:
 
     @property
     def halted(self) -> bool:
-        """Whether the policy halted the run. Never in ``observe``, which stops no run."""
+        """Return whether the policy halted the run. Never in ``observe``, which stops no run."""
         return bool(self._current.policy.facts.halted) and self.mode != "observe"
 
     @property
     def last_unhealthy_step(self) -> int:
-        """The latest unhealthy step of this attempt, or -1: candidates become healthy by it."""
+        """Return the latest unhealthy step of this attempt; -1 if the judge saw none."""
         return self._current.policy.last_unhealthy_step
 
     def lr_factor_at(self, step: int, rate: float | None = None) -> float:
@@ -359,7 +360,7 @@ class Judge:
         return zlib.crc32(numbers)
 
     def detector_state(self) -> dict[str, Any]:
-        """Return the detectors' state as JSON types: the part that belongs in a checkpoint."""
+        """Return the state of the judge's detectors as JSON types: it belongs in a checkpoint."""
         state = self._current.state_dict()
         if self._waiting:
             others = {
@@ -369,7 +370,7 @@ class Judge:
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything as JSON types."""
+        """Return the complete state of detectors and policy as JSON types."""
         waiting = {str(k): msgspec.to_builtins(v.policy) for k, v in self._waiting.items()}
         return {
             "detectors": self.detector_state(),
@@ -392,5 +393,5 @@ class Judge:
 
 
 def _larger(limit: float | None, other: float | None) -> float | None:
-    """Return the larger limit; None if one of them is None."""
+    """Return the larger of the policy's and the detectors' limit; None if one of them is None."""
     return limit if limit is None or other is None else max(limit, other)

@@ -4,8 +4,6 @@ Each line of the journal adds to the lines before it; nothing is ever taken back
 before its action, so a relaunch after a crash in the middle of a rollback continues the rollback.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -45,11 +43,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def newest_attempt(self) -> int:
-        """Id of the latest attempt in the plan journal; 0 before the first."""
+        """Return the id of the latest attempt that the policy recorded; 0 before the first."""
         return max((self.facts.attempt, *(branch.id for branch in self.branches)))
 
     def is_in_lineage(self, step: int, attempt: int) -> bool:
-        """Return whether the state before ``step`` of ``attempt`` belongs to the current lineage.
+        """Return whether the policy's rollbacks kept the state before ``step`` of ``attempt``.
 
         States of a discarded attempt do not. Before the first attempt all of them do. A start that
         found nothing to load rolls nothing back: earlier states stay valid.
@@ -83,7 +81,7 @@ class PlanLine(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def extend_plan(plan: Plan, line: PlanLine) -> Plan:
-    """Return the plan with one more line; the later line of an attempt replaces the earlier one."""
+    """Add a line, such as a spent budget of the policy or skipped batches, to the plan."""
     branches, windows = plan.branches, plan.windows
     if line.branch is not None:
         branches = (*(b for b in branches if b.id != line.branch.id), line.branch)
@@ -98,7 +96,7 @@ def extend_plan(plan: Plan, line: PlanLine) -> Plan:
 
 
 def read_plan(lines: Iterable[Mapping[str, object]]) -> Plan:
-    """Return the plan that the lines contain.
+    """Return the plan of the policy from its lines: spent budgets, attempts, skipped batches.
 
     Raises:
         msgspec.ValidationError: a line is damaged; a guess could give budgets back.

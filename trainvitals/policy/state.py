@@ -268,7 +268,7 @@ class DurablePolicyState(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why the policy halted the run, or empty."""
 
     def is_skipped(self, step: int) -> bool:
-        """Return whether an operator skips the update of this step of the current attempt."""
+        """Return whether an operator's command skips this step's update in this attempt."""
         return self.skip_first <= step <= self.skip_last and self.skip_attempt == self.attempt
 
 
@@ -294,7 +294,7 @@ class LastingProblem(msgspec.Struct, frozen=True, array_like=True):
     """First step of the problem."""
 
     def report(self, step: int) -> LastingProblem | None:
-        """Return the problem's state after a report; None if reported recently."""
+        """Return the problem's state after the policy reports it; None if it did so recently."""
         passed = step - self.reported_step if self.reported_step >= 0 else FOREVER
         if passed < REPORT_AGAIN_STEPS:
             return None
@@ -351,12 +351,12 @@ class PolicyState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rate_to_know(self) -> float:
-        """``known_rate`` from the next step on, which includes the rate of the latest step."""
+        """Return the policy's ``known_rate`` from the next step on, with the latest step's rate."""
         return max(self.known_rate, self.learning_rate if self.lr_jump is None else 0.0)
 
 
 def carry_run_state(state: PolicyState, before: PolicyState) -> PolicyState:
-    """Return the state of one optimizer, updated from ``before``, the state of another one.
+    """Return one optimizer's policy state, updated from ``before``, the state of another one.
 
     Fields about the run are taken from ``before``; rows and the count of withheld updates stay with
     the optimizer whose steps they describe.
@@ -382,7 +382,7 @@ def carry_run_state(state: PolicyState, before: PolicyState) -> PolicyState:
 def after_rollback(
     state: PolicyState, *, attempt: int, step: int, known_rate: float
 ) -> PolicyState:
-    """Return the state at the start of an attempt: withheld updates and probe queries are kept."""
+    """Return the policy's state at the start of an attempt; withheld updates still count."""
     return PolicyState(
         facts=replace(state.facts, attempt=attempt),
         first_step=step,
@@ -396,7 +396,7 @@ def after_rollback(
 def lr_factor_at(
     facts: DurablePolicyState, step: int, rate: float | None = None, *, jump: float = 3.0
 ) -> float:
-    """Return the factor on the learning rate at ``step``: held, rising again, or 1.
+    """Return the policy's factor on the learning rate at ``step``: held, rising again, or 1.
 
     Args:
         facts: memory of the policy.
@@ -413,6 +413,7 @@ def lr_factor_at(
 
 
 def _compute_lr_cut(facts: DurablePolicyState, step: int) -> float:
+    """Return the factor to which the policy cut the learning rate, at ``step``."""
     if step >= facts.lr_full_from:
         return 1.0
     if step < facts.lr_hold_until:
@@ -439,7 +440,7 @@ class DeviceRule(msgspec.Struct, frozen=True):
     def judge(
         self, record: StepRecord, limits: Limits, max_row: int, *, acts: bool
     ) -> tuple[StepRecord, DeviceRule]:
-        """Return the record as the device completes it, and the state for the next step.
+        """Apply the policy's rule on the device: return the completed record and the next state.
 
         Same rule as ``trainer_hooks.exchange.reduce_vector.judge_on_device``, with plain numbers,
         for logs and tests.
@@ -458,12 +459,12 @@ class DeviceRule(msgspec.Struct, frozen=True):
 
 
 def _not_finite(value: float | None) -> bool:
-    """Return whether a value is NaN or infinite; False if it is unknown."""
+    """Return whether a value that the policy judges is NaN or infinite; False if unknown."""
     return value is not None and not math.isfinite(value)
 
 
 def is_outlier(record: StepRecord) -> bool:
-    """Return whether a finite loss or norm was above the limit in force; False if unknown."""
+    """Return whether a step counts as an outlier for the policy: above the limit in force."""
     if record.failed_ranks:
         return False
     return _is_above(record.loss, record.loss_limit) or (
@@ -472,12 +473,12 @@ def is_outlier(record: StepRecord) -> bool:
 
 
 def _is_above(value: float | None, limit: float | None) -> bool:
-    """Return whether a finite value is above its limit."""
+    """Return whether a finite value is above the limit that the policy set."""
     return value is not None and limit is not None and limit < value < math.inf
 
 
 def limits_in_force(limits: Limits, state: PolicyState, turn: int = 0) -> Limits:
-    """Return the limits, raised to what an operator accepted."""
+    """Return the policy's limits, raised to what an operator accepted by command."""
     for level in state.facts.accepted:
         if level.turn == turn:
             limits = Limits(
@@ -488,11 +489,12 @@ def limits_in_force(limits: Limits, state: PolicyState, turn: int = 0) -> Limits
 
 
 def _raise_limit(limit: float | None, least: float) -> float | None:
+    """Return a limit of the policy, raised to an accepted value; None without a limit."""
     return None if limit is None else max(limit, least)
 
 
 def max_row(state: PolicyState, config: PolicyConfig) -> int:
-    """Return the number of updates in a row that the device may withhold; 0: outliers are applied.
+    """Return how many updates in a row the policy lets the device withhold; 0: none.
 
     The host sees a step one step late. The bound of a window holds nevertheless: the device counts
     the row itself, so with one update left it withholds none after a step that the host has not
@@ -509,7 +511,7 @@ def max_row(state: PolicyState, config: PolicyConfig) -> int:
 
 
 def within_window(times: tuple[int, ...], clock: int, config: PolicyConfig) -> tuple[int, ...]:
-    """Return the times of the last ``withheld_window`` steps."""
+    """Return the times, by the policy's clock, within the last ``withheld_window`` steps."""
     if not times:
         return times
     horizon = clock - config.withheld_window
@@ -517,7 +519,7 @@ def within_window(times: tuple[int, ...], clock: int, config: PolicyConfig) -> t
 
 
 def note_outlier(state: PolicyState, record: StepRecord, config: PolicyConfig) -> PolicyState:
-    """Add a step above its limit to the row, and to the withheld updates if it was withheld."""
+    """Add an outlier to the policy's row, and to its withheld updates if it was one."""
     clock = state.facts.clock
     outlier = Outlier(record.step, record.loss, record.grad_norm, record.withheld)
     withheld = within_window(state.withheld, clock, config)
@@ -529,7 +531,7 @@ def note_outlier(state: PolicyState, record: StepRecord, config: PolicyConfig) -
 
 
 def note_reported(state: PolicyState, record: StepRecord) -> PolicyState:
-    """Add a step that a detector reported: it does not prove any state healthy."""
+    """Record for the policy a step that a detector reported: it proves no state healthy."""
     outlier = Outlier(record.step, record.loss, record.grad_norm, record.withheld)
     return replace(
         state,
@@ -540,7 +542,7 @@ def note_reported(state: PolicyState, record: StepRecord) -> PolicyState:
 
 
 def outliers_around(state: PolicyState, step: int) -> tuple[Outlier, ...]:
-    """Return the reported steps around a step that are close to each other."""
+    """Return the outliers that the policy remembers around a step, close to each other."""
     groups: list[list[Outlier]] = []
     for outlier in state.recent:
         if not groups or outlier.step - groups[-1][-1].step > _GROUP_STEPS:
@@ -553,7 +555,7 @@ def outliers_around(state: PolicyState, step: int) -> tuple[Outlier, ...]:
 
 
 def next_probe_clock(state: PolicyState, config: PolicyConfig) -> int:
-    """Return the time on the clock from which the probe may run again for finite values.
+    """Return when, on the policy's clock, the probe may run again for finite values.
 
     The pause doubles with each query in the window: 16, 32, 64 ... steps. That is at most six
     queries in 1,000 steps.

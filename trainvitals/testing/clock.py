@@ -1,7 +1,5 @@
 """A clock that tests move."""
 
-from __future__ import annotations
-
 
 class ManualClock:
     """A ``Clock`` that moves only when told to."""
@@ -11,15 +9,15 @@ class ManualClock:
         self._monotonic_ns = monotonic_ns
 
     def time_ns(self) -> int:
-        """Wall time in nanoseconds since the Unix epoch."""
+        """Return the wall time that the test set, in nanoseconds since the Unix epoch."""
         return self._time_ns
 
     def monotonic_ns(self) -> int:
-        """Nanoseconds that never go back."""
+        """Return the test's nanoseconds that never go back."""
         return self._monotonic_ns
 
     def advance(self, seconds: float) -> None:
-        """Advance both clocks. Time does not go back: that is ``jump``."""
+        """Advance both clocks of the test. Time does not go back: that is ``jump``."""
         if seconds < 0:
             raise ValueError(f"a clock cannot advance by {seconds} s; use jump for the wall clock")
         nanoseconds = round(seconds * 1e9)
@@ -27,5 +25,5 @@ class ManualClock:
         self._monotonic_ns += nanoseconds
 
     def jump(self, seconds: float) -> None:
-        """Set the wall clock forward or back, as NTP does; durations do not change."""
+        """Set the test's wall clock forward or back, as NTP does; durations do not change."""
         self._time_ns += round(seconds * 1e9)

@@ -3,8 +3,6 @@
 FaultPlan().nan_gradient_at(rank=1, step=40).poison_batches(first=90, last=130)
 """
 
-from __future__ import annotations
-
 from typing import Literal, Self
 
 import msgspec
@@ -31,7 +29,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     last: int = -1
 
     def hits(self, *, rank: int, step: int) -> bool:
-        """Return whether the fault strikes this rank at this step or batch."""
+        """Return whether the test's fault hits this rank at this step or batch."""
         here = self.rank in (-1, rank)
         return here and (self.step <= step < self.last if self.last >= 0 else step == self.step)
 
@@ -42,47 +40,48 @@ class FaultPlan(msgspec.Struct, frozen=True):
     faults: tuple[Fault, ...] = ()
 
     def _with_fault(self, fault: Fault) -> Self:
+        """Return the test's plan with one more fault."""
         return type(self)((*self.faults, fault))
 
     def nan_gradient_at(self, *, rank: int, step: int) -> Self:
-        """Make one gradient element NaN on one rank, after the ranks' gradients were averaged."""
+        """Plan a NaN in one gradient element of a rank, to test the reaction."""
         return self._with_fault(Fault(kind="nan_gradient", rank=rank, step=step))
 
     def spike_gradient_at(self, *, rank: int, step: int) -> Self:
-        """Multiply one rank's gradients by 1e6 after they were averaged."""
+        """Plan gradients of one rank times 1e6, after they were averaged, for a test."""
         return self._with_fault(Fault(kind="spike_gradient", rank=rank, step=step))
 
     def nan_loss_at(self, *, rank: int, step: int) -> Self:
-        """Make one rank's loss NaN before backward."""
+        """Plan a NaN loss on one rank before backward, for a test."""
         return self._with_fault(Fault(kind="nan_loss", rank=rank, step=step))
 
     def poison_batches(self, *, first: int, last: int) -> Self:
-        """Replace the data of batches ``first`` to ``last`` (exclusive) on every rank."""
+        """Plan bad data in batches ``first`` to ``last`` (exclusive) on every rank, for a test."""
         if not 0 <= first < last:
             raise UsageError(f"poisoned batches {first} to {last}; the first must come before last")
         return self._with_fault(Fault(kind="poison_batches", step=first, last=last))
 
     def nan_parameters_at(self, *, rank: int, step: int) -> Self:
-        """Overwrite parameters with NaN on one rank before the step's forward."""
+        """Plan NaN parameters on one rank before the step's forward, for a test."""
         return self._with_fault(Fault(kind="nan_parameters", rank=rank, step=step))
 
     def shuffled_parameters_at(self, *, step: int) -> Self:
-        """Shuffle each parameter, alike on all ranks, before the step's forward: finite damage."""
+        """Plan shuffled parameters, alike on all ranks, for a test: finite damage."""
         return self._with_fault(Fault(kind="shuffled_parameters", step=step))
 
     def kill_at(self, *, rank: int, step: int) -> Self:
-        """SIGKILL one rank in the middle of a step."""
+        """Plan a SIGKILL for one rank in the middle of a step, for a test."""
         return self._with_fault(Fault(kind="kill", rank=rank, step=step))
 
     def only(self, fault: Fault) -> Self:
-        """Return a plan with only that fault."""
+        """Return a plan with only that fault, to test it separately."""
         return type(self)((fault,))
 
     def to_json(self) -> str:
-        """Return the plan as it travels to a training script."""
+        """Return the plan of faults as JSON, to pass it to the training under test."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the plan from ``to_json``; an empty text is no fault."""
+        """Return the plan from ``to_json`` in the training under test; no fault for ""."""
         return msgspec.json.decode(text, type=cls) if text else cls()

@@ -6,8 +6,6 @@ A line per column as in ``series``: ``column`` is the run's, ``column[3]`` rank 
 every rank's, ``layer:column`` a layer's. A dash is a step in which it was not measured.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -24,7 +22,7 @@ _SECOND = 1_000_000_000
 def merged_series(
     text: str, *, ranks: int = 1, attempt: int = 1, first_step: int = 0
 ) -> list[MergedStep]:
-    """Return the merged steps that ``text`` describes, a second apart, with steps counting up."""
+    """Return the merged steps that a test describes as ``text``, one second apart."""
     lines = [line.split() for line in text.replace("\n", ";").split(";") if line.split()]
     columns = [(line[0], [v for word in line[1:] for v in values_of(word)]) for line in lines]
     length = max((len(values) for _, values in columns), default=0)
@@ -42,6 +40,7 @@ def merged_series(
 def _put_value(
     parts: dict[str, dict[str, Any]], name: str, value: float | None, ranks: int
 ) -> None:
+    """Put one value of a test's text into a merged step: of the run, a rank or a layer."""
     layer, colon, column = name.rpartition(":")
     of_rank = _RANK.fullmatch(name)
     if of_rank is not None:
@@ -58,13 +57,13 @@ def _put_value(
 def watched(
     watcher: Watcher | FleetDetectors, steps: str | Sequence[MergedStep], *, ranks: int = 1
 ) -> list[Finding]:
-    """Return all findings of a detector for a run described by ``steps``."""
+    """Run a detector in a test: return its findings for a run described by ``steps``."""
     rows = merged_series(steps, ranks=ranks) if isinstance(steps, str) else steps
     return [finding for row in rows for finding in watcher.update(row)]
 
 
 def causes(findings: Iterable[Finding]) -> dict[int, list[str]]:
-    """Return the causes of findings by step."""
+    """Return the causes of findings by step, for a test to compare."""
     by_step: dict[int, list[str]] = {}
     for finding in findings:
         by_step.setdefault(finding.step, []).append(finding.cause)

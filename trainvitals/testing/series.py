@@ -7,8 +7,6 @@ A line per column, separated by ``;`` or newlines: its name, then its values. ``
 ``-`` is a step in which the column was not measured. A line that ends early leaves the rest out.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,7 +26,7 @@ _RANKS = ("nonfinite_ranks", "failed_ranks")
 
 
 def series(text: str, *, attempt: int = 1, first_step: int = 0) -> list[StepRecord]:
-    """Return the records that ``text`` describes, with steps counting up.
+    """Return the step records that a test describes as ``text``, with steps counting up.
 
     Raises:
         ValueError: an unknown column or a value that cannot be read.
@@ -53,7 +51,7 @@ def series(text: str, *, attempt: int = 1, first_step: int = 0) -> list[StepReco
 
 
 def values_of(word: str) -> list[float | None]:
-    """Return the values of one token of a line."""
+    """Return the values of one token in a test's description of steps."""
     value, _, times = word.partition("x")
     count = int(times) if times else 1
     if value == "-":
@@ -66,6 +64,7 @@ def values_of(word: str) -> list[float | None]:
 
 
 def _field_value(name: str, value: float | None) -> object:
+    """Return a value in a test's description of steps as the type of its field."""
     assert value is not None
     if name in _FLAGS:
         return bool(value)
@@ -101,7 +100,7 @@ def judgements(
     clips: bool = True,
     probe: Callable[[Ask], ProbeResult] | None = None,
 ) -> list[tuple[StepRecord, Judgement]]:
-    """Return each record as completed by the device, with its judgement.
+    """Judge a run that a test describes: return each completed record with its judgement.
 
     The device is simulated as in training: a record is judged ``lag`` steps later, or at once while
     the judge is suspicious; limits computed by then apply to the next step.

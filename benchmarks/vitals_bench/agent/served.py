@@ -86,7 +86,7 @@ def main() -> None:
     """Serve, measure, print, and end at once."""
     vitals_dir, warm_up, seconds, url = sys.argv[1:]
     meter = Meter()
-    meter.wrap(agent_module, "discover", "discovery")
+    meter.wrap(agent_module, "find_journals", "discovery")
     meter.wrap(ServedRun, "copy", "tailing and spooling")
     meter.wrap(ServedRun, "delete_finished_journals", "sweeping")
     meter.wrap(Sampling, "sample", "samples of node and ranks")

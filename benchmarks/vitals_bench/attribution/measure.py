@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainvitals.detect.attribution import Onset, OnsetTracker, find_origin_onset
+from trainvitals.detect.fleet.attribution import Onset, OnsetTracker, find_origin_onset
 from trainvitals.detect.fleet.base import MergedStep
 from vitals_bench.attribution.rank import JUMP_STEPS, TASK, Work
 from vitals_bench.attribution.runs import Recorded, as_seen, record, told

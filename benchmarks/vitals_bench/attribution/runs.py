@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from trainvitals.detect.attribution import Onset, OnsetTracker, find_origin_onset
+from trainvitals.detect.fleet.attribution import Onset, OnsetTracker, find_origin_onset
 from trainvitals.detect.fleet.base import MergedStep
 from trainvitals.records import NamesDefined, decode_events
 from trainvitals.rows import rows_of

@@ -16,7 +16,7 @@ from trainvitals.errors import UsageError
 from trainvitals.views import AckRequest, AlertView
 from vitals_collector.alerts.inbox import Inbox, alert_from_row
 from vitals_collector.storage.schema import alerts, engine_state
-from vitals_collector.storage.store import UNKNOWN, Store, insert
+from vitals_collector.storage.store import UNKNOWN, Store, insert, load_state
 
 PATH = "/ack/"
 _KEY_NAME = "ack_key"
@@ -72,23 +72,20 @@ class AckLinks:
         return inbox.acknowledge(view.fingerprint, request)
 
     def _sign(self, payload: str) -> str:
-        """Return the HMAC of an acknowledgment link's payload."""
         return hmac.new(self._key(), payload.encode(), hashlib.sha256).hexdigest()
 
     def _key(self) -> bytes:
-        """Return the store's key, created when it is first needed."""
+        """Return the store's key that signs the links, created when it is first needed."""
         if not self._key_bytes:
             values = {
                 "name": _KEY_NAME,
                 "body": secrets.token_bytes(32),
                 "updated_unix_ns": self._clock.time_ns(),
             }
-            query = select(engine_state.c.body).where(engine_state.c.name == _KEY_NAME)
             with self._store.write() as connection:
                 statement = insert(connection, engine_state).values(values)
                 connection.execute(statement.on_conflict_do_nothing(index_elements=["name"]))
-                self._key_bytes = bytes(connection.execute(query).scalar_one())
+                stored = load_state(connection, _KEY_NAME)
+                assert stored, "it was inserted, by this process or another"
+                self._key_bytes = stored
         return self._key_bytes
-
-
-__all__ = ["PATH", "AckLinks"]

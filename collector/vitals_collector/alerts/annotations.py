@@ -6,8 +6,8 @@ from trainvitals.errors import UsageError
 from trainvitals.redaction import redact_text
 from trainvitals.views import AnnotationRequest, AnnotationView
 from vitals_collector.alerts.commands import CONFLICT
-from vitals_collector.storage.schema import annotations, audit, runs
-from vitals_collector.storage.store import Store, remove_nul, unknown_run
+from vitals_collector.storage.schema import annotations, runs
+from vitals_collector.storage.store import Store, remove_nul, unknown_run, write_audit
 
 MAX_TEXT = 300
 MAX_BY = 80
@@ -19,22 +19,13 @@ _MAX_STEP = 2**63 - 1
 def annotate(
     store: Store, run_id: str, request: AnnotationRequest, *, caller: str, now_unix_ns: int
 ) -> AnnotationView:
-    """Store the note and its author durably.
-
-    Args:
-        store: the store.
-        run_id: the run.
-        request: the note; without an author, it is the caller's.
-        caller: owner of the token.
-        now_unix_ns: when.
+    """Store a user's note on a run and its author durably.
 
     Raises:
         UsageError: unknown run, a value out of bounds, or too many lines.
     """
-    text, by = (
-        _clean_note_text("text", request.text, MAX_TEXT),
-        _clean_note_text("by", request.by, MAX_BY),
-    )
+    text = _clean_note_text("text", request.text, MAX_TEXT)
+    by = _clean_note_text("by", request.by, MAX_BY)
     if not text:
         raise UsageError("text is empty; write what is to be seen at the step")
     if not 0 <= request.step <= _MAX_STEP:
@@ -54,24 +45,14 @@ def annotate(
                 code=CONFLICT,
             )
         connection.execute(insert(annotations).values(**values, text=text, written_by=by))
-        connection.execute(
-            insert(audit).values(
-                time_unix_ns=now_unix_ns,
-                actor=f"{by} ({caller})" if by != caller else by,
-                action="annotate",
-                subject=f"run/{run_id}/{view.step}",
-                detail=text,
-            )
-        )
+        actor = f"{by} ({caller})" if by != caller else by
+        write_audit(connection, now_unix_ns, actor, "annotate", f"run/{run_id}/{view.step}", text)
     return view
 
 
 def _clean_note_text(name: str, text: str, most: int) -> str:
-    """Return the text as it can be stored, without secrets and the white space around it."""
+    """Return a note's text as it can be stored, without secrets and the white space around it."""
     text = redact_text(remove_nul(text).encode(errors="replace").decode().strip())
     if len(text) > most:
         raise UsageError(f"{name} has {len(text)} characters; it may have {most}")
     return text
-
-
-__all__ = ["annotate"]

@@ -42,7 +42,7 @@ class AppriseNotifier:
         self.ack_links: dict[str, str] = {}
 
     def notify(self, alerts: Sequence[AlertView]) -> DeliveryResult:
-        """Send one message per alert, until one fails."""
+        """Send one message per alert through apprise, until one fails."""
         for alert in alerts:
             service = apprise.Apprise(asset=apprise.AppriseAsset(http_redirects=False))
             if not service.add(_address_for(self._url, alert)):
@@ -69,7 +69,7 @@ class AppriseNotifier:
 
 
 def _address_for(url: str, alert: AlertView) -> str:
-    """Return the URL with this alert's identity, for services that use one.
+    """Return the receiver's URL with this alert's identity, for services that use one.
 
     For PagerDuty every message is a new incident, even the end of an alert, unless it names the
     incident.
@@ -80,7 +80,7 @@ def _address_for(url: str, alert: AlertView) -> str:
 
 
 def _format_for(service: apprise.Apprise) -> apprise.NotifyFormat | None:
-    """Return the body's format: text, with line breaks kept and "<" escaped.
+    """Return the format of an alert's message: text, with line breaks kept and "<" escaped.
 
     Telegram permanently refuses a message in which "<" does not start one of its tags. A service
     that takes only Markdown gets the body unchanged: escapes would break its links.
@@ -90,7 +90,7 @@ def _format_for(service: apprise.Apprise) -> apprise.NotifyFormat | None:
 
 
 def _without_mentions(text: str) -> str:
-    """Return the text without mentions of a whole channel: it may come from a run."""
+    """Return an alert's text without mentions of a whole channel: it may come from a run."""
     return re.sub("@(?=everyone|here|channel)", "@\u200b", text)
 
 
@@ -107,12 +107,10 @@ def _failure_result(text: str) -> DeliveryResult:
 
 
 def main() -> None:
-    """Exit with ``UNREADABLE`` if apprise cannot parse the URL on standard input."""
+    """Exit with ``UNREADABLE`` if apprise cannot parse a receiver's URL on standard input."""
     if not apprise.Apprise().add(sys.stdin.read()):
         sys.exit(UNREADABLE)
 
-
-__all__ = ["AppriseNotifier"]
 
 if __name__ == "__main__":
     main()

@@ -22,8 +22,8 @@ from trainvitals.io.rundir import RunDir
 from trainvitals.records import Command
 from trainvitals.redaction import redact_text
 from trainvitals.views import CommandRequest, CommandView
-from vitals_collector.storage.schema import audit, checkpoints, commands, runs, sources
-from vitals_collector.storage.store import UNKNOWN, Store, unknown_run
+from vitals_collector.storage.schema import checkpoints, commands, runs, sources
+from vitals_collector.storage.store import UNKNOWN, Store, unknown_run, write_audit
 
 CONFLICT = "V102"
 """Error code: the command exists, in a state that does not allow this."""
@@ -46,13 +46,7 @@ def issue(
 ) -> CommandView:
     """Store a signed command for the run, durably; deliver it if its directory is watched.
 
-    Args:
-        store: the store.
-        run_id: the run it was sent for.
-        command: signed by an operator.
-        keys: the directory of ``control.pub``.
-        now_unix_ns: the time.
-        folders: run directories that are watched.
+    ``keys`` is the directory of ``control.pub``, ``folders`` are watched run directories.
 
     Raises:
         UnauthorizedError: it is not signed with the control key.
@@ -75,9 +69,8 @@ def issue(
         who = f"{command.issued_by} (control key)"
         # Signed by then: only the copy for the audit can be redacted. Ours are before they are.
         reason = redact_text(command.reason)
-        _insert_audit_row(
-            connection, now_unix_ns, who, f"command {command.action}", command, reason
-        )
+        action = f"command {command.action}"
+        write_audit(connection, now_unix_ns, who, action, _subject(command), reason)
     view = CommandView(command=command, status="pending")
     if _deliver_to_run_dir(command, folders):
         return mark_delivered(
@@ -87,11 +80,7 @@ def issue(
 
 
 def check_accepted_step(request: CommandRequest, last_step: int) -> None:
-    """Reject the acceptance of a step that was not reached yet. Pure.
-
-    Raises:
-        UsageError: it is after the latest step.
-    """
+    """Refuse a command to accept a step that was not reached yet. Pure."""
     if request.action != "accept" or request.argument is None or request.argument <= last_step:
         return
     newest = f"its newest is step {last_step}" if last_step >= 0 else "it has no step so far"
@@ -105,7 +94,7 @@ def check_accepted_step(request: CommandRequest, last_step: int) -> None:
 def list_commands(
     store: Store, run_id: str, *, now_unix_ns: int, status: str = ""
 ) -> tuple[CommandView, ...]:
-    """Return the run's commands, latest first; pending ones may be shown as expired."""
+    """Return the commands to a run, latest first; pending ones may be shown as expired."""
     query = (
         select(commands)
         .where(commands.c.run_id == run_id)
@@ -128,14 +117,8 @@ def mark_delivered(
 ) -> CommandView:
     """Record that the command is in the run's mailbox; repeating it has no effect.
 
-    Args:
-        store: the store.
-        run_id: the run.
-        number: the command's.
-        by: identity of the reporter.
-        now_unix_ns: the time.
-        incarnation: of the run's rank 0 next to the reporting agent: only the agent that holds the
-            run knows it. None: this collector delivered it in the directory itself.
+    Only the agent that holds the run knows the ``incarnation`` of the run's rank 0. It is None if
+    this collector delivered the command in the directory itself.
 
     Raises:
         UnauthorizedError: that is not the latest start of the run's rank 0.
@@ -163,12 +146,12 @@ def mark_delivered(
             return view
         values = {"status": "delivered", "updated_unix_ns": now_unix_ns}
         connection.execute(update(commands).where(*conditions).values(values))
-        _insert_audit_row(connection, now_unix_ns, by, "delivered", view.command, "")
+        write_audit(connection, now_unix_ns, by, "delivered", _subject(view.command), "")
     return msgspec.structs.replace(view, status="delivered")
 
 
 def expire_commands(store: Store, now_unix_ns: int) -> int:
-    """Mark pending commands that have expired; return their number."""
+    """Mark pending commands to runs that have expired; return their number."""
     late = (commands.c.status == "pending", commands.c.expires_unix_ns <= now_unix_ns)
     with store.read_transaction() as connection:
         if connection.execute(select(commands.c.number).where(*late).limit(1)).first() is None:
@@ -182,12 +165,13 @@ def expire_commands(store: Store, now_unix_ns: int) -> int:
             .values(values | {"detail": "it expired before the run took it"})
         )
         for body in rows:
-            _insert_audit_row(connection, now_unix_ns, "collector", "expired", _decode(body), "")
+            subject = _subject(_decode(body))
+            write_audit(connection, now_unix_ns, "collector", "expired", subject, "")
     return len(rows)
 
 
 def count_commands(store: Store) -> dict[str, int]:
-    """Return the number of commands by status."""
+    """Return the number of commands to runs by status."""
     query = select(commands.c.status, func.count()).group_by(commands.c.status)
     with store.read_transaction() as connection:
         return {str(status): int(num) for status, num in connection.execute(query)}
@@ -214,7 +198,7 @@ def _check_run(connection: Connection, run_id: str, now_unix_ns: int) -> None:
 
 
 def _load_checkpoint_states(connection: Connection, run_id: str) -> list[tuple[str, str]]:
-    """Return the id and state of each checkpoint that the run announced."""
+    """Return id and state of each announced checkpoint, by which a rollback command is checked."""
     query = select(checkpoints.c.checkpoint_id, checkpoints.c.state).where(
         checkpoints.c.run_id == run_id
     )
@@ -229,11 +213,10 @@ def _last_step(connection: Connection, run_id: str) -> int:
 
 
 def check_checkpoint(checkpoint_id: str, announced: Iterable[tuple[str, str]]) -> None:
-    """Refuse a checkpoint that the run did not announce, or that is not healthy. Pure.
+    """Refuse a command to roll back to a checkpoint that is not announced or not healthy. Pure.
 
-    Args:
-        checkpoint_id: the requested checkpoint; "" is the latest healthy one, chosen by the run.
-        announced: the run's checkpoints, each as id and state.
+    An empty id is the latest healthy one, chosen by the run. ``announced`` has the id and the state
+    of each of its checkpoints.
 
     Raises:
         UsageError: it names those that are healthy.
@@ -277,7 +260,7 @@ def _check_number(connection: Connection, command: Command) -> None:
 
 
 def _rank0(connection: Connection, run_id: str) -> str | None:
-    """Return the incarnation of the latest start of the run's rank 0."""
+    """Return the incarnation of rank 0's latest start, which may report a command as delivered."""
     query = (
         select(sources.c.incarnation)
         .where(sources.c.run_id == run_id, sources.c.source == "rank:0")
@@ -288,7 +271,6 @@ def _rank0(connection: Connection, run_id: str) -> str | None:
 
 
 def _command_row(command: Command) -> dict[str, object]:
-    """Return the row of the table of commands for a signed command."""
     return {
         "run_id": command.run_id,
         "number": command.number,
@@ -334,27 +316,6 @@ def _deliver_to_run_dir(command: Command, folders: Iterable[Path]) -> bool:
     return False
 
 
-def _insert_audit_row(
-    connection: Connection, now_unix_ns: int, actor: str, action: str, command: Command, detail: str
-) -> None:
-    """Record a manual command in the audit log."""
-    connection.execute(
-        insert(audit).values(
-            time_unix_ns=now_unix_ns,
-            actor=actor,
-            action=action,
-            subject=f"{command.run_id}/{command.number}",
-            detail=detail,
-        )
-    )
-
-
-__all__ = [
-    "check_accepted_step",
-    "check_checkpoint",
-    "count_commands",
-    "expire_commands",
-    "issue",
-    "list_commands",
-    "mark_delivered",
-]
+def _subject(command: Command) -> str:
+    """Return the name of a command in the audit log."""
+    return f"{command.run_id}/{command.number}"

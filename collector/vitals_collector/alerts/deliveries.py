@@ -1,17 +1,26 @@
 """Records in SQL which receiver got which state of an alert, for later collectors."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from msgspec.structs import replace
 from sqlalchemy import select
 
 from trainvitals.clock import Clock
 from trainvitals.views import AlertView
-from vitals_collector.alerts.delivery import DeliveryCheck
 from vitals_collector.alerts.notifiers import delivery_id
 from vitals_collector.alerts.silences import load_active_silences
 from vitals_collector.storage.schema import alerts, deliveries
-from vitals_collector.storage.store import Store, insert
+from vitals_collector.storage.store import Store, upsert
+
+
+class DeliveryCheck(NamedTuple):
+    """Due alerts that still have to be delivered."""
+
+    due: frozenset[str]
+    """Fingerprints to deliver now."""
+    had: frozenset[str]
+    """Fingerprints of those that the receiver has had, or does not need."""
 
 
 class SqlDeliveryLedger:
@@ -64,10 +73,7 @@ class SqlDeliveryLedger:
                     "delivery_id": delivery_id(view, receiver),
                     "delivered_unix_ns": now,
                 }
-                statement = insert(connection, deliveries).values(key | values)
-                connection.execute(
-                    statement.on_conflict_do_update(index_elements=list(key), set_=values)
-                )
+                upsert(connection, deliveries, key, values)
 
     def heard_by(self, alert: AlertView) -> frozenset[str]:
         """Return the receivers that have had the alert's state."""
@@ -79,6 +85,3 @@ class SqlDeliveryLedger:
         return frozenset(
             r.receiver for r in rows if r.delivery_id == delivery_id(alert, r.receiver)
         )
-
-
-__all__ = ["SqlDeliveryLedger"]

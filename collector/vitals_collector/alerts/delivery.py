@@ -2,17 +2,16 @@
 
 An alert's state waits for a receiver until it was delivered, acknowledged, silenced, or replaced by
 a later state; a refusal (4xx) is retried too, at growing intervals. Its delivery id is the same for
-every try, also after a restart. Deliveries are recorded (``deliveries.SqlLedger``), so another
-collector can continue: after a kill between a delivery and its record, the delivery is repeated
-with the same id, and none is lost.
+every try, also after a restart. Deliveries are recorded (``deliveries``), so another collector can
+continue: after a kill between a delivery and its record, the delivery is repeated with the same id,
+and none is lost.
 """
 
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -20,6 +19,7 @@ from trainvitals.alerting import fingerprint
 from trainvitals.clock import Clock
 from trainvitals.errors import StorageError
 from trainvitals.views import AlertView
+from vitals_collector.alerts.deliveries import DeliveryCheck, SqlDeliveryLedger
 from vitals_collector.alerts.notifiers import DeliveryResult, Notifier, delivery_id
 from vitals_collector.storage.store import SteadyClock
 
@@ -54,31 +54,6 @@ class DispatchConfig:
     """So is one that refused this many deliveries in a row."""
     repost_seconds: float = 60.0
     """Interval of reposts of a firing alert to a receiver that wants them."""
-
-
-class DeliveryCheck(NamedTuple):
-    """Due alerts that still have to be delivered."""
-
-    due: frozenset[str]
-    """Fingerprints to deliver now."""
-    had: frozenset[str]
-    """Fingerprints of those that the receiver has had, or does not need."""
-
-
-class DeliveryLedger(Protocol):
-    """Records deliveries, and checks alerts for changes since they were queued."""
-
-    def check(self, receiver: str, alerts: Sequence[AlertView], *, reposts: bool) -> DeliveryCheck:
-        """Return which of the alerts the receiver still needs."""
-        ...
-
-    def record(self, receiver: str, alerts: Sequence[AlertView]) -> None:
-        """Note, durably, that the receiver has had the alerts' states."""
-        ...
-
-    def heard_by(self, alert: AlertView) -> frozenset[str]:
-        """Return the receivers that have had the alert's state."""
-        ...
 
 
 @dataclass(slots=True)
@@ -116,13 +91,13 @@ class _ReceiverQueue:
 
     @property
     def late_ns(self) -> int | None:
-        """Since when an alert waits that it did not accept; None if there is none."""
+        """Return since when an alert waits that it did not accept; None if there is none."""
         failed_ns = [w.failed_ns for w in self.waiting.values() if w.failed_ns is not None]
         return min(failed_ns, default=None)
 
     @property
     def after_seconds(self) -> float:
-        """Seconds without an acknowledgment until a page is escalated to this receiver."""
+        """Return the seconds until an unacknowledged page is escalated to this receiver."""
         return float(getattr(self.notifier, "after_seconds", 0.0))
 
     def accepts_alert(self, alert: AlertView) -> bool:
@@ -151,7 +126,7 @@ class Dispatcher:
         config: DispatchConfig | None = None,
         on_settled: Callable[[AlertView], None] | None = None,
         report: Callable[[AlertView], None] | None = None,
-        ledger: DeliveryLedger | None = None,
+        ledger: SqlDeliveryLedger | None = None,
         is_pager: Callable[[], bool] = lambda: True,
     ) -> None:
         self.notifiers = tuple(notifiers)
@@ -175,10 +150,8 @@ class Dispatcher:
     def resume(self, alert: AlertView, *, active_since: float | None = None) -> None:
         """Queue an alert again for the receivers that do not have it in their queue.
 
-        Args:
-            alert: the state.
-            active_since: when it started by this collector's clock, in seconds: an escalation
-                counts from there. None: now.
+        Its escalation counts from ``active_since``, in seconds of this collector's clock; None:
+        now.
         """
         with self._lock:
             lines = [line for line in self._lines.values() if alert.fingerprint not in line.waiting]
@@ -203,7 +176,7 @@ class Dispatcher:
         return list(by_receiver.values())
 
     def drop_queues(self) -> None:
-        """Drop the queues: undelivered alerts are submitted again."""
+        """Drop the receivers' queues: undelivered alerts are submitted again."""
         with self._lock:
             for line in self._lines.values():
                 line.waiting.clear()
@@ -212,9 +185,7 @@ class Dispatcher:
     def withdraw(self, fingerprint: str, *, keep_posting: bool = False) -> None:
         """Drop a silenced or acknowledged alert from the receivers' queues.
 
-        Args:
-            fingerprint: the alert's fingerprint.
-            keep_posting: keep it for receivers with reposts until it resolves.
+        With ``keep_posting``, receivers with reposts keep it until it resolves.
         """
         with self._lock:
             for line in self._lines.values():
@@ -229,6 +200,7 @@ class Dispatcher:
         settled: bool = False,
         active_since: float | None = None,
     ) -> None:
+        """Queue an alert for those of the receivers that accept it, if this is the pager."""
         if not self.is_pager():
             return
         with self._lock:
@@ -248,6 +220,7 @@ class Dispatcher:
         return now + int(max(0.0, line.after_seconds - max(0.0, age)) * 1e9)
 
     def _add_to_queue(self, line: _ReceiverQueue, item: _PendingAlert) -> None:
+        """Add an alert to a receiver's queue; a full one drops its least urgent alert."""
         waiting = line.waiting
         if (older := waiting.pop(item.alert.fingerprint, None)) is not None:
             item.failed_ns = older.failed_ns
@@ -268,16 +241,15 @@ class Dispatcher:
     # ------------------------------------------------------------------------------- threads
 
     def deliver_due(self) -> float | None:
-        """Deliver everything that is due; return the seconds until the next delivery, or None."""
+        """Deliver all alerts that are due; return the seconds until the next, or None."""
         for line in self._lines.values():
             self._process_queue(line)
-        waits = [
-            self._seconds_until_due(line) for line in self._lines.values()
-        ]  # one may put to others
+        # After all of them: one may put to others.
+        waits = [self._seconds_until_due(line) for line in self._lines.values()]
         return min((wait for wait in waits if wait is not None), default=None)
 
     def start(self) -> None:
-        """Start one thread per receiver."""
+        """Start one thread per receiver of alerts."""
         for name, line in self._lines.items():
             line.thread = threading.Thread(
                 target=self._run, args=(line,), name=f"vitals-notify-{name}", daemon=True
@@ -331,6 +303,7 @@ class Dispatcher:
     # ------------------------------------------------------------------------------ delivery
 
     def _pop_due_alerts(self, line: _ReceiverQueue) -> list[_PendingAlert]:
+        """Pop the due alerts of a receiver's queue, the most urgent first."""
         now = self._clock.monotonic_ns()
         is_pager = self.is_pager()
         with self._lock:
@@ -348,6 +321,7 @@ class Dispatcher:
         return due
 
     def _deliver_alerts(self, line: _ReceiverQueue, due: list[_PendingAlert]) -> None:
+        """Deliver due alerts to a receiver, and record whether it accepted them."""
         due = self._select_needed_alerts(line, due)
         if not due:
             return
@@ -369,19 +343,14 @@ class Dispatcher:
         """Return the alerts that the receiver still needs, by the store if it is readable."""
         name = line.notifier.name
         if line.unrecorded:
-            self._record_deliveries(
-                line, []
-            )  # otherwise the end of a delivered alert would not be delivered
+            # Otherwise the end of a delivered alert would not be delivered.
+            self._record_deliveries(line, [])
         fresh = [w for w in due if w.settled or not self._has_delivered(line, w.alert)]
         checked = DeliveryCheck(frozenset(w.alert.fingerprint for w in fresh), frozenset())
         alerts = [w.alert for w in fresh]
         if self._ledger is not None and alerts:
             try:
-                checked = self._ledger.check(
-                    name,
-                    alerts,
-                    reposts=line.notifier.reposts,
-                )
+                checked = self._ledger.check(name, alerts, reposts=line.notifier.reposts)
             except StorageError as error:  # rather deliver twice than not at all
                 _LOG.warning("receiver %s: delivering without the delivery log: %s", name, error)
         for item in due:
@@ -391,6 +360,7 @@ class Dispatcher:
         return [w for w in fresh if w.alert.fingerprint in checked.due]
 
     def _has_delivered(self, line: _ReceiverQueue, alert: AlertView) -> bool:
+        """Return whether the receiver has had the alert's state, and wants no reposts."""
         had = line.delivered.get(alert.fingerprint) == delivery_id(alert, line.notifier.name)
         return had and not line.notifier.reposts
 
@@ -436,6 +406,7 @@ class Dispatcher:
         self._tell_if_failing(line)
 
     def _backoff_seconds(self, tries: int) -> float:
+        """Return the wait before the next try to deliver to a failing receiver."""
         wait = self._config.first_retry_seconds * 2.0 ** min(tries - 1, 30)
         return min(wait, self._config.max_retry_seconds)
 
@@ -451,7 +422,7 @@ class Dispatcher:
 
     @property
     def _failing_after_ns(self) -> int:
-        """Time without a delivery after which a receiver counts as failing."""
+        """Return the time without a delivery after which a receiver counts as failing."""
         return int(self._config.failing_after_seconds * 1e9)
 
     def _is_late(self, line: _ReceiverQueue) -> bool:
@@ -460,6 +431,7 @@ class Dispatcher:
         return since is not None and now - since >= self._failing_after_ns
 
     def _report_receiver_alert(self, alert: AlertView) -> None:
+        """Report an alert about a receiver; without a store, only submit it."""
         try:
             self._report(alert)
         except StorageError as error:  # deliver without a record rather than not at all
@@ -474,6 +446,7 @@ class Dispatcher:
         waiting.failed_ns = item.failed_ns
 
     def _remember_delivered(self, line: _ReceiverQueue, alert: AlertView) -> None:
+        """Remember that the receiver has had the alert's state."""
         with self._lock:
             line.delivered.pop(alert.fingerprint, None)
             line.delivered[alert.fingerprint] = delivery_id(alert, line.notifier.name)
@@ -481,6 +454,7 @@ class Dispatcher:
                 line.delivered.pop(next(iter(line.delivered)))
 
     def _record_deliveries(self, line: _ReceiverQueue, alerts: list[AlertView]) -> None:
+        """Record a receiver's deliveries in the store, with those not recorded earlier."""
         alerts = [*line.unrecorded, *alerts]
         if self._ledger is None or not alerts:
             return
@@ -493,7 +467,7 @@ class Dispatcher:
             _LOG.warning("receiver %s: a delivery could not be recorded: %s", receiver, error)
 
     def _settle(self, alert: AlertView) -> None:
-        """Call ``on_settled`` if every receiver has the state."""
+        """Call ``on_settled`` if every receiver has the alert's state."""
         if self._on_settled is None:
             return
         with self._lock:
@@ -513,6 +487,7 @@ class Dispatcher:
 
 
 def _receiver_failing_alert(receiver: str, error: str, now: int) -> AlertView:
+    """Return the alert that a receiver accepts no alerts."""
     labels = {"receiver": receiver}
     return AlertView(
         fingerprint=fingerprint(_FAILING, labels),
@@ -529,8 +504,5 @@ def _receiver_failing_alert(receiver: str, error: str, now: int) -> AlertView:
 
 
 def resolve_alert(alert: AlertView, now: int) -> AlertView:
-    """Return the alert as it is once it is over."""
+    """Return the alert for its receivers as it is once it is over."""
     return replace(alert, state="resolved", updated_unix_ns=now, ended_unix_ns=now)
-
-
-__all__ = ["DeliveryCheck", "DeliveryLedger", "DispatchConfig", "Dispatcher", "resolve_alert"]

@@ -40,8 +40,15 @@ from vitals_collector.alerts.silences import (
     parse_matchers,
     unknown_silence,
 )
-from vitals_collector.storage.schema import alerts, audit, engine_state
-from vitals_collector.storage.store import UNKNOWN, SteadyClock, Store, insert, remove_nul
+from vitals_collector.storage.schema import alerts, engine_state
+from vitals_collector.storage.store import (
+    UNKNOWN,
+    SteadyClock,
+    Store,
+    remove_nul,
+    upsert,
+    write_audit,
+)
 
 MAX_LISTED = 1_000
 MAX_WORDS = 500
@@ -51,7 +58,7 @@ MAX_SILENCE_SECONDS = 30 * 86_400.0
 Tell = Callable[[AlertView], None]
 
 
-class WithdrawCallback(Protocol):
+class _WithdrawCallback(Protocol):
     """Called when an alert was silenced or acknowledged: reposts may continue."""
 
     def __call__(self, fingerprint: str, *, keep_posting: bool = False) -> None: ...
@@ -124,7 +131,7 @@ def list_alerts(
     newest_by: NewestBy = "updated_unix_ns",
     reach: frozenset[str] | None = None,
 ) -> tuple[AlertView, ...]:
-    """Return alerts, the latest first, with their active silences; of all runs, or some."""
+    """Return the inbox's alerts, the latest first, with active silences; of all runs, or some."""
     query = select(alerts).order_by(alerts.c[newest_by].desc(), alerts.c.fingerprint)
     if run_id:
         query = query.where(alerts.c.run_id == run_id)
@@ -151,22 +158,14 @@ def list_silences(
 
 
 def check_alert(store: Store, fingerprint: str, reach: frozenset[str] | None) -> None:
-    """Raise the error for an unknown alert if it belongs to none of these runs.
-
-    Raises:
-        UsageError: there is no such alert.
-    """
+    """Raise UsageError for an unknown alert, or one that belongs to none of these runs."""
     with store.read_transaction() as connection:
         if reach is not None and not _is_alert_in_reach(connection, fingerprint, reach):
             raise unknown_alert(fingerprint)
 
 
 def check_silence(store: Store, silence_id: int, reach: frozenset[str] | None) -> None:
-    """Raise the error for an unknown silence if it concerns other runs as well.
-
-    Raises:
-        UsageError: there is no such silence.
-    """
+    """Raise UsageError for an unknown silence, or one that concerns other runs as well."""
     views = list_silences(store, now_unix_ns=0, reach=reach) if reach is not None else ()
     if reach is not None and all(view.id != silence_id for view in views):
         raise unknown_silence(silence_id)
@@ -175,6 +174,7 @@ def check_silence(store: Store, silence_id: int, reach: frozenset[str] | None) -
 def _is_silence_in_reach(
     connection: Connection, view: SilenceView, reach: frozenset[str] | None
 ) -> bool:
+    """Return whether a silence concerns only runs that a token reaches."""
     if reach is None:
         return True
     if view.fingerprint:
@@ -183,6 +183,7 @@ def _is_silence_in_reach(
 
 
 def _is_alert_in_reach(connection: Connection, fingerprint: str, reach: frozenset[str]) -> bool:
+    """Return whether an alert in the inbox belongs to a run that a token reaches."""
     entry = _load_alert(connection, fingerprint)
     return entry is not None and entry.view.run_id in reach
 
@@ -195,14 +196,13 @@ class Inbox:
         store: Store,
         *,
         clock: Clock,
-        tell: Tell | None = None,
-        hush: WithdrawCallback | None = None,
+        tell: Tell,
+        hush: _WithdrawCallback,
         config: InboxConfig | None = None,
     ) -> None:
         self._store = store
         self._clock, self._steady = clock, SteadyClock(clock)
-        self._tell = tell or _deliver_nothing
-        self._hush = hush or _withdraw_nothing
+        self._tell, self._hush = tell, hush
         self._config = config or InboxConfig()
         self._lock = threading.Lock()
         self._fired: Counter[tuple[str, str]] = Counter()
@@ -227,7 +227,8 @@ class Inbox:
                 if entry is None or entry.view.state != "firing" or fingerprint in newly_firing:
                     newly_firing[fingerprint] = raised.view
             for name, seq in cursors.items():
-                _move_cursor(connection, name, seq, now_unix_ns=now)
+                values = {"body": msgspec.msgpack.encode(seq), "updated_unix_ns": now}
+                upsert(connection, engine_state, {"name": name}, values)
         self._submit_alerts(newly_firing.values())
         return frozenset(newly_firing)
 
@@ -329,12 +330,9 @@ class Inbox:
     # ------------------------------------------------------------------------------ for people
 
     def acknowledge(self, fingerprint: str, request: AckRequest, *, caller: str = "") -> AlertView:
-        """Acknowledge an alert, or silence it for a while; both are written into the audit.
+        """Acknowledge an alert, or silence it for a while; both are written into the audit log.
 
-        Args:
-            fingerprint: the alert's fingerprint.
-            request: name, reason, and duration.
-            caller: owner of the token, for the audit log: a name is free text.
+        ``caller`` is the owner of the token, because the name in the request is free text.
 
         Raises:
             UsageError: no such alert, no valid name, or a silence without reason or end.
@@ -459,6 +457,7 @@ class Inbox:
             return dict(self._fired)
 
     def _submit_alerts(self, views: Iterable[AlertView]) -> None:
+        """Count alerts that fire, and deliver those that are neither pending nor silenced."""
         views = list(views)
         if not views:
             return
@@ -469,14 +468,6 @@ class Inbox:
         for view in views:
             if view.state != "pending" and quiet.silence_of(view) is None:
                 self._tell(view)
-
-
-def _deliver_nothing(_what: object) -> None:
-    """Deliver nothing: for a read-only inbox."""
-
-
-def _withdraw_nothing(fingerprint: str, *, keep_posting: bool = False) -> None:
-    """Withdraw nothing: for a read-only inbox."""
 
 
 def settle_alert(store: Store, view: AlertView) -> None:
@@ -493,6 +484,7 @@ def settle_alert(store: Store, view: AlertView) -> None:
 def _alert_view(
     alert: Alert, run_id: str, state: Literal["pending", "firing"], started: int, now: int
 ) -> AlertView:
+    """Return an alert for the inbox as clients see it, with its texts cleaned."""
     return AlertView(
         fingerprint=alert.fingerprint,
         name=alert.name,
@@ -582,12 +574,11 @@ def _is_deliverable_change(before: InboxAlert | None, after: InboxAlert) -> bool
 
 # ------------------------------------------------------------------------------- the rows of alerts
 
-
 _LIFE = msgspec.msgpack.Decoder(StoredAlertState)
 
 
 def alert_from_row(row: Row[Any]) -> InboxAlert:
-    """Return the alert of a row of ``alerts``."""
+    """Return the inbox's alert of a row of ``alerts``."""
     view = AlertView(
         fingerprint=row.fingerprint,
         name=row.name,
@@ -606,7 +597,7 @@ def alert_from_row(row: Row[Any]) -> InboxAlert:
 
 
 def _load_alert(connection: Connection, fingerprint: str) -> InboxAlert | None:
-    """Return one alert, or None."""
+    """Return one alert of the inbox, or None."""
     query = select(alerts).where(alerts.c.fingerprint == fingerprint)
     if connection.get_execution_options().get("vitals_write"):  # it is written back whole
         query = query.with_for_update()
@@ -615,7 +606,7 @@ def _load_alert(connection: Connection, fingerprint: str) -> InboxAlert | None:
 
 
 def _load_open_alerts(connection: Connection) -> dict[str, dict[str, InboxAlert]]:
-    """Return pending and firing alerts, by run and fingerprint."""
+    """Return the inbox's pending and firing alerts, by run and fingerprint."""
     open_entries: dict[str, dict[str, InboxAlert]] = defaultdict(dict)
     query = select(alerts).where(alerts.c.state.in_(("pending", "firing")))
     for row in connection.execute(query):
@@ -624,15 +615,13 @@ def _load_open_alerts(connection: Connection) -> dict[str, dict[str, InboxAlert]
 
 
 def _open_views(connection: Connection) -> list[AlertView]:
-    """Return the pending and firing alerts of all runs."""
+    """Return the inbox's pending and firing alerts of all runs."""
     open_entries = _load_open_alerts(connection)
     return [e.view for entries in open_entries.values() for e in entries.values()]
 
 
 def _save_alert(connection: Connection, entry: InboxAlert) -> None:
-    """Write an alert over its row in the table of alerts."""
     view = entry.view
-    key = {"fingerprint": view.fingerprint}
     values = {
         "run_id": view.run_id or None,
         "name": view.name,
@@ -648,19 +637,11 @@ def _save_alert(connection: Connection, entry: InboxAlert) -> None:
         "notified_unix_ns": view.updated_unix_ns if entry.life.settled == view.state else 0,
         "body": msgspec.msgpack.encode(entry.life),
     }
-    statement = insert(connection, alerts).values(key | values)
-    connection.execute(statement.on_conflict_do_update(index_elements=list(key), set_=values))
-
-
-def _move_cursor(connection: Connection, name: str, seq: int, *, now_unix_ns: int) -> None:
-    """Store up to which event of a writer the inbox has raised alerts."""
-    values = {"body": msgspec.msgpack.encode(seq), "updated_unix_ns": now_unix_ns}
-    statement = insert(connection, engine_state).values(name=name, **values)
-    connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_=values))
+    upsert(connection, alerts, {"fingerprint": view.fingerprint}, values)
 
 
 def _apply_silence(view: AlertView, quiet: ActiveSilences) -> AlertView:
-    """Return the view with the silence that is in force on it."""
+    """Return an alert's view with the silence that is in force on it."""
     silence = quiet.silence_of(view)
     if silence is None:
         return view
@@ -668,7 +649,7 @@ def _apply_silence(view: AlertView, quiet: ActiveSilences) -> AlertView:
 
 
 def unknown_alert(fingerprint: str) -> UsageError:
-    """Return the error for an unknown fingerprint."""
+    """Return the error for a fingerprint that no alert in the inbox has."""
     return UsageError(
         f"there is no alert {fingerprint[:64]!r}",
         hint="`vitals alerts list` shows the fingerprints",
@@ -677,37 +658,9 @@ def unknown_alert(fingerprint: str) -> UsageError:
 
 
 def _write_audit(
-    connection: Connection,
-    action: str,
-    subject: str,
-    request: AckRequest,
-    now: int,
-    caller: str,
+    connection: Connection, action: str, subject: str, request: AckRequest, now: int, caller: str
 ) -> None:
-    """Append a user's action to the audit log."""
+    """Append a user's response to an alert to the audit log."""
     length = f"{request.silence_seconds:g} s: " if request.silence_seconds else ""
-    values = {
-        "time_unix_ns": now,
-        "actor": f"{request.by} ({caller})" if caller else request.by,
-        "action": action,
-        "subject": subject,
-        "detail": f"{length}{request.reason}",
-    }
-    connection.execute(audit.insert().values(values))
-
-
-__all__ = [
-    "AlertOccurrence",
-    "CurrentRunState",
-    "Inbox",
-    "InboxAlert",
-    "InboxConfig",
-    "NewestBy",
-    "StoredAlertState",
-    "alert_from_row",
-    "check_alert",
-    "check_silence",
-    "list_alerts",
-    "list_silences",
-    "settle_alert",
-]
+    actor = f"{request.by} ({caller})" if caller else request.by
+    write_audit(connection, now, actor, action, subject, f"{length}{request.reason}")

@@ -30,7 +30,7 @@ class AlertMessage(NamedTuple):
 
 
 def alert_details(alert: AlertView, links: AlertLinks) -> dict[str, str]:
-    """Return the fields of an alert for programs; empty ones are omitted.
+    """Return the fields of an alert for receivers that are programs; empty ones are omitted.
 
     The names are a promise: those of a webhook's body and of Alertmanager's annotations.
     """
@@ -48,7 +48,7 @@ def alert_details(alert: AlertView, links: AlertLinks) -> dict[str, str]:
 
 
 def build_alert_message(alert: AlertView, links: AlertLinks, ack_link: str = "") -> AlertMessage:
-    """Return the alert's message."""
+    """Return the message about an alert for a receiver: title and body."""
     is_over = alert.state == "resolved"
     prefix = "Resolved" if is_over else _PREFIXES[alert.severity]
     run = f" (run {alert.run_id})" if alert.run_id else ""
@@ -65,6 +65,3 @@ def build_alert_message(alert: AlertView, links: AlertLinks, ack_link: str = "")
     if ack_link:
         lines.append(f"Acknowledge: {ack_link}")
     return AlertMessage(f"{prefix}: {alert.title}{run}", "\n".join(lines))
-
-
-__all__ = ["AlertLinks", "AlertMessage", "alert_details", "build_alert_message"]

@@ -128,7 +128,7 @@ class WebhookNotifier:
         self.ack_links: dict[str, str] = {}
 
     def notify(self, alerts: Sequence[AlertView]) -> DeliveryResult:
-        """POST ``{"version": 1, "alerts": [...]}``."""
+        """POST ``{"version": 1, "alerts": [...]}`` to the webhook."""
         ids = [delivery_id(alert, self.name) for alert in alerts]
         views = [self._webhook_body(a, i) for a, i in zip(alerts, ids, strict=True)]
         body = msgspec.json.encode({"version": WEBHOOK_VERSION, "alerts": views})
@@ -139,17 +139,18 @@ class WebhookNotifier:
         return _post(self._client, self._url, body, headers)
 
     def _webhook_body(self, alert: AlertView, delivery: str) -> dict[str, object]:
+        """Return an alert as the webhook gets it, with its delivery's id and link."""
         link = self.ack_links.get(alert.fingerprint, "")
         extra = {"delivery_id": delivery} | ({"ack_url": link} if link else {})
         return {**msgspec.to_builtins(alert), **alert_details(alert, self._links), **extra}
 
     def close(self) -> None:
-        """Close persistent connections."""
+        """Close persistent connections to the webhook."""
         self._client.close()
 
 
 def sign_webhook(secret: str, time: str, body: bytes) -> str:
-    """Return the signature of a webhook's body, sent at ``time``."""
+    """Return the signature of alerts in a webhook's body, sent at ``time``."""
     return hmac.new(secret.encode(), time.encode() + b"." + body, hashlib.sha256).hexdigest()
 
 
@@ -192,13 +193,14 @@ class AlertmanagerNotifier:
         )
 
     def close(self) -> None:
-        """Close persistent connections."""
+        """Close persistent connections to the Alertmanager."""
         self._client.close()
 
 
 def _alertmanager_alert(
     alert: AlertView, until_unix_ns: int, details: dict[str, str]
 ) -> dict[str, object]:
+    """Return an alert as Alertmanager's API accepts it."""
     ended = alert.ended_unix_ns if alert.state == "resolved" else None
     labels = {"alertname": alert.name, "run": alert.run_id, "severity": alert.severity}
     step = {"step": str(alert.step)} if alert.step >= 0 else {}
@@ -214,7 +216,6 @@ def _alertmanager_alert(
 
 
 def _alertmanager_time(unix_ns: int) -> str:
-    """Return a time in the format of Alertmanager's API."""
     return datetime.fromtimestamp(unix_ns / 1e9, tz=UTC).isoformat(timespec="milliseconds")
 
 
@@ -261,11 +262,7 @@ def redacted(url: str) -> str:
 
 
 def refuse_address(text: str) -> None:
-    """Raise an error for an address that no receiver has: link-local or metadata.
-
-    Raises:
-        ConfigError: it is one.
-    """
+    """Raise ConfigError for an address that no receiver has: link-local or metadata."""
     address = ipaddress.ip_address(text.partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None) or address
     if (
@@ -279,7 +276,7 @@ def refuse_address(text: str) -> None:
 
 
 def _resolve_allowed_addresses(request: httpx.Request) -> list[str]:
-    """Resolve the request's host and return its addresses, without forbidden ones.
+    """Resolve a receiver's host and return its addresses, without forbidden ones.
 
     Raises:
         ConfigError: one is.
@@ -316,7 +313,7 @@ class AsyncPinnedTransport(httpx.AsyncHTTPTransport):
     """Async transport that connects to the checked address, for pushes of run metrics."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send the request to the first of its host's addresses that accepts it."""
+        """Send a request to the first of a receiver's checked addresses that accepts it."""
         *others, last = await asyncio.to_thread(_resolve_allowed_addresses, request)
         for address in others:
             request.url = request.url.copy_with(host=address)
@@ -354,7 +351,7 @@ def _post(client: httpx.Client, url: str, body: bytes, headers: dict[str, str]) 
 
 
 def _parse_retry_after(retry_after: str) -> float:
-    """Return the seconds of a ``Retry-After``, which may be a date; 0 without one."""
+    """Return the seconds of a receiver's ``Retry-After``, which may be a date; 0 without one."""
     try:
         if retry_after.isascii() and retry_after.isdigit():
             return float(retry_after)

@@ -97,7 +97,7 @@ class _NotifierFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def load_notifier_settings(file: Path | None) -> NotifierSettings:
-    """Return the addresses of the environment and of the file together.
+    """Return the receivers' addresses of the environment and of the file together.
 
     Raises:
         ConfigError: an address, a name or the file is wrong, or others may read the file.
@@ -117,7 +117,7 @@ def notifier_settings(
     remote_write: str = "",
     file: Path | None = None,
 ) -> NotifierSettings:
-    """Return these addresses and those of the file together.
+    """Return these addresses of receivers and those of the file together.
 
     Raises:
         ConfigError: an address, a name or the file is wrong, or others may read the file.
@@ -173,7 +173,7 @@ def _resolve_receiver(receiver: ReceiverSettings) -> ReceiverSettings:
 
 
 def _resolve_url(owner: str, url: str, env: str) -> str:
-    """Return the configured URL, or the value of its variable."""
+    """Return a receiver's configured URL, or the value of its variable."""
     if not env:
         return url
     if url or not os.environ.get(env):
@@ -185,7 +185,6 @@ def _resolve_url(owner: str, url: str, env: str) -> str:
 
 
 def _check_receiver(receiver: ReceiverSettings, names: list[str]) -> None:
-    """Refuse a receiver of alerts whose settings are invalid."""
     name = receiver.name
     if not 0 < len(name) <= 64 or not name.isprintable() or name == "log" or names.count(name) > 1:
         raise ConfigError(
@@ -209,7 +208,7 @@ def _check_receiver(receiver: ReceiverSettings, names: list[str]) -> None:
 
 
 def _check_apprise(receiver: ReceiverSettings) -> None:
-    """Raise errors now that would otherwise appear only at the first page."""
+    """Raise a receiver's errors now that would otherwise appear only at the first page."""
     name = receiver.name
     if "://" not in receiver.url:
         raise ConfigError(f"receiver {name!r} has no address such as slack://... in url or env")
@@ -228,6 +227,3 @@ def _check_apprise(receiver: ReceiverSettings) -> None:
             f"receiver {name!r}: apprise cannot read its address {redacted(receiver.url)}",
             hint='`kind = "webhook"` is for an address of your own',
         )
-
-
-__all__ = ["NotifierSettings", "ReceiverSettings", "load_notifier_settings", "notifier_settings"]

@@ -33,7 +33,7 @@ class SilenceMatcher:
     pattern: re.Pattern[str]
 
     def fits(self, view: AlertView) -> bool:
-        """Return whether the whole value matches; a user alert has two names."""
+        """Return whether an alert's whole value matches; a user alert has two names."""
         if self.field == "name":
             values = {view.name, view.title}
         elif self.field in ("run", "severity"):
@@ -44,7 +44,7 @@ class SilenceMatcher:
 
 
 def parse_matchers(arguments: Sequence[str]) -> tuple[SilenceMatcher, ...]:
-    """Return the matchers of ``FIELD=VALUE`` and ``FIELD=~PATTERN``.
+    """Return a silence's matchers of ``FIELD=VALUE`` and ``FIELD=~PATTERN``.
 
     Raises:
         UsageError: there is none, or one is invalid.
@@ -55,6 +55,7 @@ def parse_matchers(arguments: Sequence[str]) -> tuple[SilenceMatcher, ...]:
 
 
 def _parse_matcher(word: str) -> SilenceMatcher:
+    """Return the matcher of a silence's term; an error if it is invalid or could be slow."""
     field, equals, value = word.partition("=")
     if not equals or not field.isidentifier() or len(word) > _MAX_LENGTH or not word.isprintable():
         raise UsageError(
@@ -75,7 +76,7 @@ def _parse_matcher(word: str) -> SilenceMatcher:
 
 
 def _compile_matcher(word: str) -> SilenceMatcher:
-    """Return the matcher of a stored term, which was validated when it was received."""
+    """Return the matcher of a silence's stored term, which was validated when received."""
     field, _, value = word.partition("=")
     is_pattern = value.startswith("~")
     return SilenceMatcher(field, re.compile(value[1:] if is_pattern else re.escape(value)))
@@ -173,11 +174,12 @@ def unknown_silence(silence_id: int) -> UsageError:
 
 
 def names_run(matchers: Sequence[str], reach: Collection[str]) -> bool:
-    """Return whether matchers fit no alerts but those of one of these runs."""
+    """Return whether a silence's matchers fit no alerts but those of one of these runs."""
     return any(word.removeprefix("run=") in reach for word in matchers if word.startswith("run="))
 
 
 def _silence_view(row: Row[Any], num_firing: int) -> SilenceView:
+    """Return a stored silence for clients, with how many alerts it silences now."""
     return SilenceView(
         id=row.id,
         matchers=msgspec.json.decode(row.matchers or "[]", type=tuple[str, ...]),
@@ -188,15 +190,3 @@ def _silence_view(row: Row[Any], num_firing: int) -> SilenceView:
         ends_unix_ns=row.ends_unix_ns,
         num_firing=num_firing,
     )
-
-
-__all__ = [
-    "ActiveSilences",
-    "add_silence",
-    "end_silence",
-    "load_active_silences",
-    "load_open_silences",
-    "names_run",
-    "parse_matchers",
-    "unknown_silence",
-]

@@ -88,7 +88,7 @@ class WorkerNotifier:
             return {}
 
     def notify(self, alerts: Sequence[AlertView]) -> DeliveryResult:
-        """Have the alerts delivered; returns within the deadline."""
+        """Let the receiver's process deliver the alerts; return within the deadline."""
         ack_links = self._ack_links(alerts)
         request = _DeliveryRequest(
             receiver=self.receiver, links=self._links, ack_links=ack_links, alerts=tuple(alerts)
@@ -110,7 +110,7 @@ class WorkerNotifier:
         return DeliveryResult(recoverable=True, error="its process ended without an answer")
 
     def _send_request(self, line: bytes) -> bytes:
-        """Return the response, or nothing if the process has ended."""
+        """Return the response of the receiver's process; nothing if it has ended."""
         process = self._ensure_process()
         assert process.stdin is not None and process.stdout is not None
         self._is_late = False
@@ -153,7 +153,7 @@ class WorkerNotifier:
         process.kill()
 
     def close(self) -> None:
-        """End the process, also within a delivery."""
+        """End the receiver's process, also within a delivery."""
         self._is_closed = True
         process = self._process
         if process is not None:
@@ -177,7 +177,7 @@ def _kill_process(process: subprocess.Popen[bytes]) -> None:
 def build_notifiers(
     settings: NotifierSettings, *, ack_link: Callable[[AlertView], str] | None = None
 ) -> tuple[Notifier, ...]:
-    """Return the notifiers of the settings; an Alertmanager, if present, routes alone."""
+    """Return the notifiers of receivers in the settings; an Alertmanager, if any, routes alone."""
     routing = [r for r in settings.receivers if r.kind == "alertmanager"]
     receivers = routing or settings.receivers
     workers = [WorkerNotifier(r, links=settings.links, ack_link=ack_link) for r in receivers]
@@ -191,7 +191,7 @@ _MOST_AT_ONCE = 16
 def send_test(
     settings: NotifierSettings, receiver: str, *, now_unix_ns: int
 ) -> list[tuple[str, DeliveryResult]]:
-    """Send a test message to one receiver, or to all at once; return what became of each."""
+    """Send a test message to one receiver of alerts, or to all at once; return each result."""
     # Imported here, because it loads all detectors, and a page must not wait for that.
     from trainvitals.alerting import fingerprint
 

@@ -22,7 +22,7 @@ _FORM = """<form method="post"><label>Your name <input name="by" required maxlen
 
 
 def ack_router(links: AckLinks, inbox: Inbox) -> APIRouter:
-    """Return the page's routes; the signed link is the permission, so they need no token."""
+    """Return the acknowledge page's routes, without a token: the signed link is the permission."""
     router = APIRouter(include_in_schema=False)
 
     @router.get(PATH + "{token}")
@@ -58,6 +58,7 @@ def _alert_response(view: AlertView) -> Response:
 
 
 def _error_response(error: UsageError) -> Response:
+    """Return an error as the HTML page of a link to acknowledge."""
     return _html_response(f"<p>{escape(error.text)}. {escape(error.hint or '')}</p>", 400)
 
 
@@ -67,6 +68,3 @@ def _html_response(body: str, status: int) -> Response:
         '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     )
     return HTMLResponse(f"{head}<title>Vitals</title>{body}", status, _HEADERS)
-
-
-__all__ = ["ack_router"]

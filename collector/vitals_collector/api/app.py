@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -28,19 +29,8 @@ from trainvitals.wire import IngestReply
 from vitals_collector.alerts.ack_links import AckLinks
 from vitals_collector.alerts.receivers import NotifierSettings
 from vitals_collector.alerts.worker import build_notifiers
+from vitals_collector.api import auth
 from vitals_collector.api.ack_page import ack_router
-from vitals_collector.api.auth import (
-    OTLP_PATH,
-    AuthMiddleware,
-    GatedApi,
-    access_config,
-    json_response,
-    load_or_create_tokens,
-    principal_of,
-    problem_response,
-    require,
-    unexpected_error_response,
-)
 from vitals_collector.api.control import control_router
 from vitals_collector.api.discovery import discovery_router
 from vitals_collector.api.exposition import StoreCollector, metrics_router
@@ -57,7 +47,7 @@ from vitals_collector.cluster.owners import RunOwners
 from vitals_collector.ingest.folder import FolderIngest
 from vitals_collector.live.engine import AlertService, EngineConfig, build_alert_service
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.queries.goodput import GoodputCache, GoodputReader
+from vitals_collector.queries.goodput import GoodputReader
 from vitals_collector.queries.query import Query
 from vitals_collector.retention.maintenance import LakeMaintenance
 from vitals_collector.retention.settings import VolumeSettings
@@ -109,13 +99,10 @@ def create_app(
     host_port: str = "",
     store: Store | None = None,
 ) -> FastAPI:
-    """Return the app, its store open and migrated; the app's shutdown closes it.
+    """Return the collector's app, its store open and migrated; the app's shutdown closes it.
 
-    Args:
-        settings: settings of the collector.
-        clock: current time.
-        host_port: result of ``serve.only_one``, while its lock is held.
-        store: an open store to use instead of the one in ``settings.data``.
+    ``host_port`` is the result of ``serve.lock_data_dir``, while its lock is held. ``store`` is an
+    open store to use instead of the one in ``settings.data``.
 
     Raises:
         UsageError: a directory or URL is invalid.
@@ -123,75 +110,82 @@ def create_app(
     """
     clock = clock or SystemClock()
     ensure_data_dir(settings.data)
-    tokens = load_or_create_tokens(settings.data / TOKENS_FILE)
+    tokens = auth.load_or_create_tokens(settings.data / TOKENS_FILE)
     make_control_key(settings.data)
     if store is None:
         store = open_data_store(settings.data, settings.database, lake=settings.lake)
     try:
-        folder = FolderIngest(store, settings.folders)
-        links = AckLinks(store, clock=clock, collector_url=settings.notifiers.links.collector_url)
-        acting = _build_alert_engine(store, settings, clock, links, host_port)
-        lease = Lease(
-            store, UPKEEP, clock=clock, is_shared=_is_shared(store), process_place=host_port
-        )
-        ingest_app = IngestApp(store, clock=clock, commit_seconds=settings.commit_seconds)
-        upkeep = _maintenance_jobs(store, settings, clock, lease)
-        goodput = GoodputCache(price=settings.gpu_hour_price)
-        reader = GoodputReader(store, goodput)
-        writer: _BackgroundService | None = None
-        if settings.notifiers.remote_write:
-            writer = load_plugin("remote-write")(
-                settings.notifiers.remote_write,
-                _build_store_collector(store, acting, clock, settings, reader),
-                store.counters,
-                clock=clock,
-                leads=lambda: acting.lease.epoch() is not None,
-            )
-        owners = _run_owner_managers(store, settings, clock, host_port)
-        known_tokens = KnownTokens(store, clock=clock)
-        # Active parts stop while the runs are still owned, so that their pending work is stored.
-        parts: list[_BackgroundService] = [
-            known_tokens,
-            *owners,
-            acting,
-            ingest_app,
-            lease,
-            *upkeep,
-            reader,
-        ]
-        if writer is not None:
-            parts.append(writer)
-        app = GatedApi(
-            title="Vitals collector",
-            version=__version__,
-            docs_url=None,  # their pages load scripts from elsewhere
-            redoc_url=None,
-            lifespan=_lifespan(store, folder, parts, settings),
-        )
-        _add_routes(app, store, acting, clock, settings, goodput, reader)
-        _add_routers(
-            app,
-            _ingest_router(store, ingest_app),
-            _otlp_router(store, ingest_app, clock),
-            ack_router(links, acting.inbox),
-        )
-        _add_error_handlers(app, store)
-        add_openapi_document(app)
-        access = access_config(
-            tokens,
-            find=known_tokens.find,
-            bound=settings.bound,
-            hosts=settings.hosts,
-            origins=settings.origins,
-        )
-        count = store.counters.refuse
-        app.gate = AuthMiddleware(
-            app.handle_authenticated, ingest=ingest_app, config=access, count=count
-        )
-        app.state.ingest, app.state.known_tokens = ingest_app, known_tokens
+        return _build_app(settings, store, tokens, clock, host_port)
     except BaseException:
         store.close()
         raise
+
+
+def _build_app(
+    settings: CollectorSettings,
+    store: Store,
+    tokens: auth.ServerTokens,
+    clock: Clock,
+    host_port: str,
+) -> FastAPI:
+    """Return the app over an open store, with its parts not started."""
+    folder = FolderIngest(store, settings.folders)
+    links = AckLinks(store, clock=clock, collector_url=settings.notifiers.links.collector_url)
+    acting = _build_alert_engine(store, settings, clock, links, host_port)
+    lease = Lease(store, UPKEEP, clock=clock, is_shared=_is_shared(store), process_place=host_port)
+    ingest_app = IngestApp(store, clock=clock, commit_seconds=settings.commit_seconds)
+    query = _build_query(store, settings, clock)
+    reader = GoodputReader(store, query.goodput)
+    make_exporter = partial(
+        StoreCollector, store, acting=acting, liveness=query.liveness, goodput=reader
+    )
+    owners = _run_owner_managers(store, settings, clock, host_port)
+    known_tokens = KnownTokens(store, clock=clock)
+    # Active parts stop while the runs are still owned, so that their pending work is stored.
+    parts: list[_BackgroundService] = [known_tokens, *owners, acting, ingest_app, lease]
+    parts += [*_maintenance_jobs(store, settings, clock, lease), reader]
+    if settings.notifiers.remote_write:
+        writer = load_plugin("remote-write")(
+            settings.notifiers.remote_write,
+            make_exporter(),
+            store.counters,
+            clock=clock,
+            leads=lambda: acting.lease.epoch() is not None,
+        )
+        parts.append(writer)
+    app = auth.GatedApi(
+        title="Vitals collector",
+        version=__version__,
+        docs_url=None,  # their pages load scripts from elsewhere
+        redoc_url=None,
+        lifespan=_lifespan(store, folder, parts, settings),
+    )
+    app.state.store, app.state.query, app.state.acting = store, query, acting
+    app.state.ingest, app.state.known_tokens = ingest_app, known_tokens
+    _add_routers(
+        app,
+        question_router(),
+        control_router(
+            store, acting.inbox, clock=clock, keys=settings.data, folders=settings.folders
+        ),
+        metrics_router(make_exporter()),
+        discovery_router(store, liveness=query.liveness),
+        _ingest_router(store, ingest_app),
+        _otlp_router(store, ingest_app, clock),
+        ack_router(links, acting.inbox),
+    )
+    _add_error_handlers(app, store)
+    add_openapi_document(app)
+    app.gate = auth.AuthMiddleware(
+        app.handle_authenticated,
+        ingest=ingest_app,
+        tokens=tokens,
+        find=known_tokens.find,
+        bound=settings.bound,
+        hosts=settings.hosts,
+        origins=settings.origins,
+        count=store.counters.refuse,
+    )
     return app
 
 
@@ -199,16 +193,16 @@ class _BackgroundService(Protocol):
     """A part that works in its own threads, next to the requests."""
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start the service's threads when the HTTP server starts."""
 
     def close(self) -> None:
-        """Stop, after finishing the current work."""
+        """Stop when the HTTP server stops, after finishing the current work."""
 
 
 def _run_owner_managers(
     store: Store, settings: CollectorSettings, clock: Clock, host_port: str
 ) -> list[RunOwners]:
-    """Return the manager of run owners; none if there can be no other collector."""
+    """Return the server's manager of run owners; none if there can be no other collector."""
     if not _is_shared(store):
         return []
     owners = RunOwners(store, clock=clock, url=settings.url, process_place=host_port)
@@ -219,7 +213,7 @@ def _run_owner_managers(
 def _maintenance_jobs(
     store: Store, settings: CollectorSettings, clock: Clock, lease: Lease
 ) -> list[LakeMaintenance]:
-    """Return what maintains the lake; rows in memory need no maintenance."""
+    """Return what maintains the server's lake; rows in memory need no maintenance."""
     if not isinstance(store.numbers, Lake):
         return []
     upkeep = LakeMaintenance(
@@ -235,6 +229,7 @@ def _maintenance_jobs(
 def _build_alert_engine(
     store: Store, settings: CollectorSettings, clock: Clock, links: AckLinks, host_port: str
 ) -> AlertService:
+    """Build the service that raises and delivers alerts in the HTTP server's process."""
     return build_alert_service(
         store,
         build_notifiers(settings.notifiers, ack_link=links.link_of),
@@ -247,63 +242,25 @@ def _build_alert_engine(
 
 
 def _is_shared(store: Store) -> bool:
-    """Return whether there may be other collectors on the store."""
+    """Return whether other collectors may serve the store as well."""
     return store.engine.dialect.name == "postgresql"
 
 
-def _add_routes(
-    app: FastAPI,
-    store: Store,
-    acting: AlertService,
-    clock: Clock,
-    settings: CollectorSettings,
-    goodput: GoodputCache,
-    reader: GoodputReader,
-) -> None:
-    """Add all HTTP routes to the collector's app."""
-    since, lost_after = clock.time_ns(), settings.lost_after_seconds
-    query = Query(
+def _build_query(store: Store, settings: CollectorSettings, clock: Clock) -> Query:
+    """Build the ``Query`` of the HTTP API; rows can arrive from now on."""
+    return Query(
         store,
         clock=clock,
-        lost_after_seconds=lost_after,
-        up_since_unix_ns=since,
+        lost_after_seconds=settings.lost_after_seconds,
+        up_since_unix_ns=clock.time_ns(),
         volumes=settings.volumes,
         gpu_hour_price=settings.gpu_hour_price,
-        goodput=goodput,
-    )
-    app.state.store, app.state.query, app.state.acting = store, query, acting
-    _add_routers(
-        app,
-        question_router(),
-        control_router(
-            store, acting.inbox, clock=clock, keys=settings.data, folders=settings.folders
-        ),
-        metrics_router(_build_store_collector(store, acting, clock, settings, reader)),
-        discovery_router(store, liveness=query.liveness),
     )
 
 
 def _add_routers(app: FastAPI, *routers: APIRouter) -> None:
-    """Add the routes as they are: ``include_router`` builds each again, at the first request."""
+    """Add routes to the app as they are: ``include_router`` builds each again, at first request."""
     app.router.routes.extend(route for router in routers for route in router.routes)
-
-
-def _build_store_collector(
-    store: Store,
-    acting: AlertService,
-    clock: Clock,
-    settings: CollectorSettings,
-    goodput: GoodputReader,
-) -> StoreCollector:
-    """Build the Prometheus collector that exports the store at ``/metrics``."""
-    return StoreCollector(
-        store,
-        clock=clock,
-        acting=acting,
-        lost_after_seconds=settings.lost_after_seconds,
-        up_since_unix_ns=clock.time_ns(),
-        goodput=goodput,
-    )
 
 
 def _lifespan(
@@ -312,7 +269,7 @@ def _lifespan(
     parts: Sequence[_BackgroundService],
     settings: CollectorSettings,
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    """Return the app's lifespan: it starts and stops the background services."""
+    """Return the HTTP app's lifespan: it starts and stops the background services."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -347,7 +304,7 @@ def _ingest_router(store: Store, ingest_app: IngestApp) -> APIRouter:
     @router.post(
         "/v1/ingest",
         tags=["ingest"],
-        dependencies=[Depends(require("ingest"))],
+        dependencies=[Depends(auth.require("ingest"))],
         responses=openapi_responses(list[IngestReply]),
         openapi_extra=openapi_request_body(bytes, "application/octet-stream"),
     )
@@ -359,7 +316,7 @@ def _ingest_router(store: Store, ingest_app: IngestApp) -> APIRouter:
         (``Retry-After``).
         """
         # IngestApp serves this path before it gets here; this documents it.
-        return await ingest_app.ingest_body(await request.body(), principal_of(request))
+        return await ingest_app.ingest_body(await request.body(), auth.principal_of(request))
 
     health = HealthCheck(store)
 
@@ -367,22 +324,22 @@ def _ingest_router(store: Store, ingest_app: IngestApp) -> APIRouter:
     async def healthz() -> Response:
         """Report that the store responds, or why it stores nothing (503). Needs no token."""
         status = await health.status()
-        return json_response({"status": status or "ok"}, 503 if status else 200)
+        return auth.json_response({"status": status or "ok"}, 503 if status else 200)
 
     return router
 
 
 def _otlp_router(store: Store, ingest_app: IngestApp, clock: Clock) -> APIRouter:
-    """Return the route of the plugin, or one that responds that it is not installed."""
+    """Return the plugin's HTTP route for OTLP, or one that responds that it is not installed."""
     try:
         return cast(APIRouter, load_plugin("otlp")(store, ingest_app, clock=clock))
     except UsageError as error:
         router, missing = APIRouter(), error
 
     @router.post(
-        OTLP_PATH,
+        auth.OTLP_PATH,
         tags=["ingest"],
-        dependencies=[Depends(require("ingest"))],
+        dependencies=[Depends(auth.require("ingest"))],
         responses=openapi_responses(dict[str, str]),
     )
     def refuse_metrics() -> Response:
@@ -393,27 +350,27 @@ def _otlp_router(store: Store, ingest_app: IngestApp, clock: Clock) -> APIRouter
 
 
 def _add_error_handlers(app: FastAPI, store: Store) -> None:
-    """Return every error as a Problem: ours, FastAPI's, and unexpected ones."""
+    """Let the HTTP server return every error as a Problem: ours, FastAPI's, unexpected ones."""
 
     async def ours(_request: Request, error: Exception) -> Response:
         assert isinstance(error, VitalsError)
         if isinstance(error, UnauthorizedError):
             store.counters.refuse(error.code)
-        return problem_response(error)
+        return auth.problem_response(error)
 
     async def wrong_request(_request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         explanation = "; ".join(
             f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors()
         )
-        return problem_response(UsageError(explanation))
+        return auth.problem_response(UsageError(explanation))
 
     async def no_route(_request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return json_response(Problem(code="V100", text=str(error.detail)), error.status_code)
+        return auth.json_response(Problem(code="V100", text=str(error.detail)), error.status_code)
 
     async def unexpected(request: Request, error: Exception) -> Response:
-        return unexpected_error_response(request.url.path, error)
+        return auth.unexpected_error_response(request.url.path, error)
 
     app.add_exception_handler(VitalsError, ours)
     app.add_exception_handler(RequestValidationError, wrong_request)

@@ -16,7 +16,6 @@ import os
 import random
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -95,7 +94,7 @@ class ServerTokens(msgspec.Struct, frozen=True, kw_only=True):
         return "Tokens(...)"
 
     def grants(self, presented: str) -> tuple[frozenset[TokenScope], str]:
-        """Return the presented token's scopes and its name; none if it is unknown."""
+        """Return a request token's scopes and its name; none if it is unknown."""
         granted: frozenset[TokenScope] = frozenset()
         named = ""
         presented_bytes = presented.encode()
@@ -108,7 +107,7 @@ class ServerTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_or_create_tokens(path: Path) -> ServerTokens:
-    """Return the tokens in ``path``; create the file (0600, never through a link) if it is missing.
+    """Return the server's tokens in ``path``; create it (0600, never through a link) if missing.
 
     Raises:
         InsecurePathError: other users can access the file.
@@ -130,6 +129,7 @@ def load_or_create_tokens(path: Path) -> ServerTokens:
 
 
 def _read_tokens(path: Path) -> ServerTokens:
+    """Read the server's token file; an error if others can read it, or if it is damaged."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             status = os.fstat(file.fileno())
@@ -157,42 +157,8 @@ def _read_tokens(path: Path) -> ServerTokens:
     return tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AccessConfig:
-    """Accepted tokens, hosts and origins."""
-
-    tokens: ServerTokens
-    """The secrets of this collector."""
-    find: Callable[[str], Principal] = field(default=lambda _secret: Principal())
-    """Returns the identity of any other secret."""
-    hosts: frozenset[str] = _LOOPBACK_NAMES
-    """Names in ``Host`` that are this server; ports do not matter (SSH forwards change them)."""
-    origins: frozenset[str] = field(default_factory=frozenset)
-    """Foreign origins that may send requests, such as ``https://vitals.example.org``."""
-
-
-def access_config(
-    tokens: ServerTokens,
-    *,
-    find: Callable[[str], Principal] = lambda _secret: Principal(),
-    bound: str = "127.0.0.1",
-    hosts: Iterable[str] = (),
-    origins: Iterable[str] = (),
-) -> AccessConfig:
-    """Return the gate's settings for a server bound to ``bound`` and also known as ``hosts``."""
-    # A wildcard address is only for listening: no client uses it as a host name.
-    bound_hosts = () if bound in ("0.0.0.0", "::", "") else (bound,)
-    names = {_bare(name) for name in (*bound_hosts, *hosts)}
-    return AccessConfig(
-        tokens=tokens,
-        find=find,
-        hosts=_LOOPBACK_NAMES | names,
-        origins=frozenset(origin.rstrip("/").lower() for origin in origins),
-    )
-
-
 def is_loopback(host: str) -> bool:
-    """Return whether an address to listen on can be reached from this machine only."""
+    """Return whether only this machine can reach an address that the server listens on."""
     try:
         return ipaddress.ip_address(_bare(host)).is_loopback
     except ValueError:
@@ -200,7 +166,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_bind(host: str, *, allow_remote: bool) -> None:
-    """Refuse to listen to the network by accident.
+    """Refuse to let the server listen to the network by accident.
 
     Raises:
         UsageError: ``host`` is not loopback and the flag does not confirm it.
@@ -214,7 +180,7 @@ def check_bind(host: str, *, allow_remote: bool) -> None:
 
 @lru_cache(maxsize=64)
 def _bare(host: str) -> str:
-    """Return a ``Host`` value without port, brackets and case; "" if it is malformed."""
+    """Return a request's ``Host`` without port, brackets and case; "" if it is malformed."""
     if host.count(":") > 1 and "[" not in host:
         host = f"[{host}]"
     try:
@@ -236,7 +202,12 @@ class AuthMiddleware:
         app: the next ASGI app; it gets each body in one piece.
         ingest: handles agents' posts before ``app``, whose routing and parsing cost more than
             storing them; it reads and limits the bodies itself.
-        config: accepted tokens, hosts and origins.
+        tokens: the secrets of this collector.
+        find: returns the identity of any other secret.
+        bound: address that the server listens on.
+        hosts: further names in ``Host`` that are this server; ports do not matter (SSH forwards
+            change them).
+        origins: foreign origins that may send requests, such as ``https://vitals.example.org``.
         count: called with the code of each refusal for missing rights.
     """
 
@@ -245,12 +216,21 @@ class AuthMiddleware:
         app: ASGIApp,
         *,
         ingest: ASGIApp,
-        config: AccessConfig,
+        tokens: ServerTokens,
+        find: Callable[[str], Principal] = lambda _secret: Principal(),
+        bound: str = "127.0.0.1",
+        hosts: Iterable[str] = (),
+        origins: Iterable[str] = (),
         count: Callable[[str], object] = lambda _code: None,
     ) -> None:
         self._app = app
         self._ingest = ingest
-        self._config = config
+        self._tokens = tokens
+        self._find = find
+        # A wildcard address is only for listening: no client uses it as a host name.
+        bound_hosts = () if bound in ("0.0.0.0", "::", "") else (bound,)
+        self._hosts = _LOOPBACK_NAMES | {_bare(name) for name in (*bound_hosts, *hosts)}
+        self._origins = frozenset(origin.rstrip("/").lower() for origin in origins)
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -277,6 +257,7 @@ class AuthMiddleware:
         await self._app(scope, _replay_body(body, receive), add_security_headers(send))
 
     def _authenticate_request(self, scope: Scope) -> None:
+        """Check a request's host, origin, token and content type before any route sees it."""
         headers = Headers(scope=scope)
         self._check_host(headers.getlist("host"))
         self._check_origin(headers)
@@ -297,7 +278,8 @@ class AuthMiddleware:
         _check_content_type(scope, headers)
 
     def _check_host(self, values: list[str]) -> None:
-        if len(values) != 1 or _bare(values[0]) not in self._config.hosts:
+        """Refuse a request to a host name that the server is not called."""
+        if len(values) != 1 or _bare(values[0]) not in self._hosts:
             raise Refused(
                 403,
                 UnauthorizedError(
@@ -308,10 +290,11 @@ class AuthMiddleware:
             )
 
     def _check_origin(self, headers: Headers) -> None:
+        """Refuse a request from a web page of another origin."""
         host = headers["host"].lower()
         for origin in headers.getlist("origin"):
             is_same_origin = origin.lower() in (f"http://{host}", f"https://{host}")
-            if not is_same_origin and origin.lower() not in self._config.origins:
+            if not is_same_origin and origin.lower() not in self._origins:
                 raise Refused(
                     403,
                     UnauthorizedError(
@@ -321,16 +304,16 @@ class AuthMiddleware:
                 )
 
     def _principal(self, headers: Headers) -> Principal:
-        """Return the identity of the token; without scopes if it is unknown."""
+        """Return the identity of a request's token; without scopes if it is unknown."""
         values = headers.getlist("authorization")
         scheme, _, token = values[0].partition(" ") if len(values) == 1 else ("", "", "")
         if scheme.lower() != "bearer":
             return Principal()
-        granted, name = self._config.tokens.grants(token.strip())
+        granted, name = self._tokens.grants(token.strip())
         if granted:
             return Principal(granted, name)
         try:
-            return self._config.find(token.strip())
+            return self._find(token.strip())
         except UnauthorizedError as error:
             raise Refused(401, error) from None
 
@@ -346,7 +329,7 @@ class GatedApi(FastAPI):
         await self.gate(scope, receive, send)
 
     async def handle_authenticated(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle an authenticated request."""
+        """Handle an authenticated request to the API."""
         await super().__call__(scope, receive, send)
 
 
@@ -364,7 +347,7 @@ def require(*scopes: TokenScope) -> Callable[[Request], None]:
 
 
 def check_scopes(granted: frozenset[TokenScope], scopes: Sequence[TokenScope]) -> None:
-    """Raise UnauthorizedError unless one of ``scopes`` is granted."""
+    """Raise UnauthorizedError unless a request's token has one of ``scopes``."""
     if granted.isdisjoint(scopes):
         raise UnauthorizedError(
             f"the token lacks the scope {' or '.join(scopes)}",
@@ -375,13 +358,13 @@ def check_scopes(granted: frozenset[TokenScope], scopes: Sequence[TokenScope]) -
 
 
 def principal_of(request: Request) -> Principal:
-    """Return the identity that the middleware found."""
+    """Return the identity that the middleware found for a request."""
     principal: Principal = request.state.principal
     return principal
 
 
 def check_run(store: Store, principal: Principal, run_id: str, scope: TokenScope) -> None:
-    """Raise the error for an unknown run if a token does not reach the run.
+    """Raise the error for an unknown run if a request's token does not reach the run.
 
     Raises:
         UsageError: no run of that id is there for this token.
@@ -402,21 +385,17 @@ def unreachable_run_error(store: Store, run_id: str) -> UsageError:
 
 
 def require_unlimited_token(request: Request) -> None:
-    """A FastAPI dependency: refuse a token that is limited to a project or run."""
+    """Refuse a token limited to a project or run: a FastAPI dependency of routes."""
     principal = principal_of(request)
     if principal.is_limited:
+        of_project = f"project {principal.project}"
+        limit = of_project if principal.project else f"run {principal.run_id}"
         raise UnauthorizedError(
-            f"the token is limited to {_describe_token_limit(principal)}; this is about all runs",
+            f"the token is limited to {limit}; this is about all runs",
             hint="name a run of it (silences take the matcher run=RUN_ID), or use a token without "
             "--project and --run",
             code=LIMITED,
         )
-
-
-def _describe_token_limit(principal: Principal) -> str:
-    """Return the project or run that a request's token is limited to."""
-    of_project = f"project {principal.project}"
-    return of_project if principal.project else f"run {principal.run_id}"
 
 
 class Refused(Exception):  # noqa: N818 - an answer, not an error
@@ -429,7 +408,7 @@ class Refused(Exception):  # noqa: N818 - an answer, not an error
 
 
 def _check_content_type(scope: Scope, headers: Headers) -> None:
-    """Refuse the types a foreign page's form can send without asking first."""
+    """Refuse requests of types that a foreign page's form can send without asking first."""
     if scope["method"] in ("GET", "HEAD", "OPTIONS"):
         return
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -448,7 +427,7 @@ def _check_content_type(scope: Scope, headers: Headers) -> None:
 
 
 def announced_bytes(scope: Scope, limit: int) -> int:
-    """Return the announced size of the body; ``limit`` if the client sends none.
+    """Return the announced size of a request's body; ``limit`` if the client sends none.
 
     Raises:
         Refused: larger than ``limit``.
@@ -461,7 +440,7 @@ def announced_bytes(scope: Scope, limit: int) -> int:
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:
-    """Return the request's body.
+    """Return the body of a request to the server, within limits of size and time.
 
     Raises:
         Refused: it is larger than ``limit``, or comes too slowly.
@@ -507,7 +486,7 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
 
 
 def add_security_headers(send: Send) -> Send:
-    """Return an ASGI ``send`` that adds the security headers of every response."""
+    """Return an ASGI ``send`` that adds the security headers of every response of the API."""
 
     async def hardened(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -593,12 +572,12 @@ class PatientProtocol(HttpToolsProtocol):
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timeout."""
+        """Cancel the timeout of a closed connection to the server."""
         self._cancel_head_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Reject a head that is too long, and start the timeout of an incomplete one."""
+        """Reject a request's head that is too long; start the timeout of an incomplete one."""
         was_in_head, self._has_head = self._in_head, False
         super().data_received(data)
         if self.transport.is_closing() or not self._in_head:
@@ -611,7 +590,7 @@ class PatientProtocol(HttpToolsProtocol):
             self._start_head_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Accept a header, in the head or after a chunked body, up to a number.
+        """Accept a request's header, in the head or after a chunked body, up to a number.
 
         Raises:
             HttpParserError: they are too many.
@@ -621,26 +600,29 @@ class PatientProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Cancel the timeout: the body has its own limits."""
+        """Cancel the timeout of a request's head: the body has its own limits."""
         self._cancel_head_timer()
         self._in_head, self._has_head, self._num_head_bytes = False, True, 0
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Expect the next head."""
+        """Expect the next request's head."""
         self._in_head = True
         super().on_message_complete()
 
     def _start_head_timer(self) -> None:
+        """Limit the time in which the client has to send a request's head."""
         if self._patience is None:
             self._patience = self.loop.call_later(self.head_seconds, self._close_slow_connection)
 
     def _cancel_head_timer(self) -> None:
+        """Cancel the timeout of a request's head."""
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
 
     def _close_slow_connection(self) -> None:
+        """Close the connection of a client that sends a request's head too slowly."""
         self._patience = None
         if not self.transport.is_closing():
             self.transport.close()

@@ -16,7 +16,7 @@ _FILE = "tls.pem"
 
 
 def load_or_create_certificate(data: Path) -> Path:
-    """Return the file (0600) with this collector's key and certificate; create it if missing.
+    """Return the file (0600) with the HTTP server's key and certificate; create it if missing.
 
     Raises:
         StorageError: it cannot be written.
@@ -32,7 +32,7 @@ def load_or_create_certificate(data: Path) -> Path:
 
 
 def _self_signed() -> bytes:
-    """Return a new key and its certificate, PEM."""
+    """Return a new key for the HTTP server and its self-signed certificate, PEM."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -65,7 +65,7 @@ def _self_signed() -> bytes:
 
 
 def write_client_trust(token_file: Path, certificate: Path, *, ca: str = "") -> None:
-    """Write the certificate that clients trust into the token file.
+    """Write the server certificate that clients trust into the token file.
 
     Existing certificates stay: several collectors on one database share one token file, with the
     certificate of each.
@@ -96,7 +96,7 @@ def write_client_trust(token_file: Path, certificate: Path, *, ca: str = "") -> 
 
 
 def _build_client_trust(before: TlsTrust, certificate: Path, ca: str) -> TlsTrust:
-    """Return the trust of clients, with this collector's certificate or its CA."""
+    """Return what clients trust: this HTTP server's certificate, or its CA."""
     certificates: tuple[str, ...] = ()
     if not ca:
         pem = _read_certificate(certificate)
@@ -106,6 +106,7 @@ def _build_client_trust(before: TlsTrust, certificate: Path, ca: str) -> TlsTrus
 
 
 def _read_certificate(path: Path, *, whole: bool = False) -> str:
+    """Return the first certificate of the server's PEM file, or all; an error if it has none."""
     text = path.read_text(encoding="ascii", errors="replace")
     begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
     first = text.find(begin)
@@ -119,6 +120,3 @@ def _read_certificate(path: Path, *, whole: bool = False) -> str:
     if not pem:
         raise ConfigError(f"{path} holds no certificate; it must be PEM")
     return pem
-
-
-__all__ = ["SYSTEM_CA", "load_or_create_certificate", "write_client_trust"]

@@ -8,20 +8,10 @@ from fastapi import APIRouter, Depends, Path
 from starlette.requests import Request
 from starlette.responses import Response
 
+from trainvitals import views
 from trainvitals.clock import Clock
 from trainvitals.question import TokenScope
 from trainvitals.records import Command
-from trainvitals.views import (
-    AckRequest,
-    AlertView,
-    AnnotationRequest,
-    AnnotationView,
-    CommandView,
-    DeliveredRequest,
-    EndSilenceRequest,
-    SilenceRequest,
-    SilenceView,
-)
 from vitals_collector.alerts import commands
 from vitals_collector.alerts.annotations import annotate
 from vitals_collector.alerts.inbox import Inbox, check_alert, check_silence
@@ -45,15 +35,11 @@ def control_router(
     keys: FilePath,
     folders: Sequence[FilePath] = (),
 ) -> APIRouter:
-    """Return the routes that change something.
+    """Return the HTTP routes that change something: commands, alerts, notes.
 
-    Args:
-        store: store of commands and notes.
-        inbox: the alerts.
-        clock: current time.
-        keys: the directory of ``control.pub``.
-        folders: run directories that this collector watches, from its own command line: a command
-            for a run there is signed and delivered in place.
+    ``keys`` is the directory of ``control.pub``. ``folders`` are the run directories that this
+    collector watches, from its own command line: a command for a run there is signed and delivered
+    in place.
     """
     router = APIRouter(prefix="/v1")
     _add_command_routes(router, store, clock, keys, tuple(folders))
@@ -70,7 +56,7 @@ def _add_command_routes(
         "/runs/{run_id}/commands",
         tags=["commands"],
         dependencies=[Depends(require("control")), Depends(require_run_reach(store, "control"))],
-        responses=openapi_responses(CommandView),
+        responses=openapi_responses(views.CommandView),
         openapi_extra=openapi_request_body(Command),
     )
     def send_command(
@@ -88,14 +74,14 @@ def _add_delivery_route(router: APIRouter, store: Store, clock: Clock) -> None:
         "/runs/{run_id}/commands/{number}/delivered",
         tags=["commands"],
         dependencies=[Depends(require("ingest")), Depends(require_run_reach(store, "ingest"))],
-        responses=openapi_responses(CommandView),
-        openapi_extra=openapi_request_body(DeliveredRequest),
+        responses=openapi_responses(views.CommandView),
+        openapi_extra=openapi_request_body(views.DeliveredRequest),
     )
     def mark_delivered(
         run_id: str,
         number: Annotated[int, Path(ge=0, le=2**63 - 1)],
         who: Annotated[str, Depends(caller_name)],
-        body: Annotated[DeliveredRequest, Depends(body_decoder(DeliveredRequest))],
+        body: Annotated[views.DeliveredRequest, Depends(body_decoder(views.DeliveredRequest))],
     ) -> Response:
         """Record that a command is in the run's mailbox; called by the agent that holds the run."""
         view = commands.mark_delivered(
@@ -114,13 +100,13 @@ def _add_alert_routes(router: APIRouter, store: Store, inbox: Inbox) -> None:
         "/alerts/{fingerprint}/ack",
         tags=["alerts"],
         dependencies=[Depends(require("control"))],
-        responses=openapi_responses(AlertView),
-        openapi_extra=openapi_request_body(AckRequest),
+        responses=openapi_responses(views.AlertView),
+        openapi_extra=openapi_request_body(views.AckRequest),
     )
     def acknowledge_alert(
         fingerprint: str,
         request: Request,
-        body: Annotated[AckRequest, Depends(body_decoder(AckRequest))],
+        body: Annotated[views.AckRequest, Depends(body_decoder(views.AckRequest))],
     ) -> Response:
         """Acknowledge an alert, or silence it where ``silence_seconds`` is given."""
         check_alert(store, fingerprint, _reachable_runs(store, request))
@@ -130,11 +116,12 @@ def _add_alert_routes(router: APIRouter, store: Store, inbox: Inbox) -> None:
         "/silences",
         tags=["alerts"],
         dependencies=[Depends(require("control"))],
-        responses=openapi_responses(SilenceView),
-        openapi_extra=openapi_request_body(SilenceRequest),
+        responses=openapi_responses(views.SilenceView),
+        openapi_extra=openapi_request_body(views.SilenceRequest),
     )
     def silence_alerts(
-        request: Request, body: Annotated[SilenceRequest, Depends(body_decoder(SilenceRequest))]
+        request: Request,
+        body: Annotated[views.SilenceRequest, Depends(body_decoder(views.SilenceRequest))],
     ) -> Response:
         """Silence all alerts that fit the matchers, now or in a maintenance window."""
         reach = _reachable_runs(store, request)
@@ -146,13 +133,13 @@ def _add_alert_routes(router: APIRouter, store: Store, inbox: Inbox) -> None:
         "/silences/{silence_id}/end",
         tags=["alerts"],
         dependencies=[Depends(require("control"))],
-        responses=openapi_responses(SilenceView),
-        openapi_extra=openapi_request_body(EndSilenceRequest),
+        responses=openapi_responses(views.SilenceView),
+        openapi_extra=openapi_request_body(views.EndSilenceRequest),
     )
     def end_silence(
         silence_id: Annotated[int, Path(ge=0, le=2**31 - 1)],
         request: Request,
-        body: Annotated[EndSilenceRequest, Depends(body_decoder(EndSilenceRequest))],
+        body: Annotated[views.EndSilenceRequest, Depends(body_decoder(views.EndSilenceRequest))],
     ) -> Response:
         """End a silence that is in force or to come."""
         check_silence(store, silence_id, _reachable_runs(store, request))
@@ -164,20 +151,20 @@ def _add_annotation_routes(router: APIRouter, store: Store, clock: Clock) -> Non
         "/runs/{run_id}/annotations",
         tags=["look back"],
         dependencies=[Depends(require("control")), Depends(require_run_reach(store, "control"))],
-        responses=openapi_responses(AnnotationView),
-        openapi_extra=openapi_request_body(AnnotationRequest),
+        responses=openapi_responses(views.AnnotationView),
+        openapi_extra=openapi_request_body(views.AnnotationRequest),
     )
     def write_annotation(
         run_id: str,
         who: Annotated[str, Depends(caller_name)],
-        body: Annotated[AnnotationRequest, Depends(body_decoder(AnnotationRequest))],
+        body: Annotated[views.AnnotationRequest, Depends(body_decoder(views.AnnotationRequest))],
     ) -> Response:
         """Write a line at a step; it is kept as long as the run."""
         return json_response(annotate(store, run_id, body, caller=who, now_unix_ns=clock.time_ns()))
 
 
 def caller_name(request: Request) -> str:
-    """Return who asks, as far as a token can say: its name. An address is nobody."""
+    """Return who sent a request, as far as a token can say: its name. An address is nobody."""
     return f"{getattr(request.state, 'token_name', '') or 'no'} token"
 
 
@@ -191,9 +178,6 @@ def require_run_reach(store: Store, scope: TokenScope) -> Callable[[str, Request
 
 
 def _reachable_runs(store: Store, request: Request) -> frozenset[str] | None:
-    """Return the runs that a token with the scope ``control`` reaches; None: all."""
+    """Return the runs that a request's token with the scope ``control`` reaches; None: all."""
     with store.read_transaction() as connection:
         return principal_of(request).reach(connection, "control")
-
-
-__all__ = ["control_router"]

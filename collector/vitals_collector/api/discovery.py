@@ -59,19 +59,14 @@ class TargetGroup(msgspec.Struct, frozen=True):
 
 
 def discovery_router(store: Store, *, liveness: Callable[[], Liveness]) -> APIRouter:
-    """Return the route of Prometheus' service discovery.
-
-    Args:
-        store: source of the agents and their addresses.
-        liveness: distinguishes a running run from a lost one.
-    """
+    """Return the route of Prometheus' service discovery."""
     permitted = [Depends(require("read")), Depends(require_unlimited_token)]
     router = APIRouter(tags=["metrics"], dependencies=permitted)
 
     @router.get("/v1/sd/agents", responses=openapi_responses(tuple[TargetGroup, ...]))
     def agents(request: Request) -> Response:
         """Return the agents of running runs, for Prometheus' ``http_sd_configs``."""
-        here = _this_node() if _is_local_request(request) else ""
+        here = safe_node_id(socket.gethostname()) if _is_local_request(request) else ""
         with store.read_transaction() as connection:
             heard = scrapable(connection, liveness())
         return json_response(target_groups(heard, this_node=here))
@@ -80,14 +75,14 @@ def discovery_router(store: Store, *, liveness: Callable[[], Liveness]) -> APIRo
 
 
 def _is_local_request(request: Request) -> bool:
-    """Return whether the client is a program on this machine and not a proxy."""
+    """Return whether a request's client is a program on this machine and not a proxy."""
     if request.client is None or not _FORWARDED.isdisjoint(request.headers):
         return False
     return _is_loopback(request.client.host)
 
 
 def target_groups(agents: Iterable[AgentAddress], *, this_node: str) -> list[TargetGroup]:
-    """Return each URL once: with its run, or without one if an agent serves several."""
+    """Return each URL to scrape once: with its run, or without if an agent serves several."""
     parsed = [(agent, _parsed(agent.url)) for agent in agents]
     addresses = _addresses({parts.hostname or "" for _, parts in parsed if parts is not None})
     runs: dict[tuple[str, str], set[str]] = {}
@@ -104,7 +99,7 @@ def target_groups(agents: Iterable[AgentAddress], *, this_node: str) -> list[Tar
 
 
 def scrapable(connection: Connection, when: Liveness) -> list[AgentAddress]:
-    """Return the agents of running runs, including those that became silent recently.
+    """Return the running runs' agents to scrape, including those that became silent recently.
 
     A lost agent of a running run stays a target that is down, until it is back, the run is over, or
     a day has passed.
@@ -121,6 +116,7 @@ def scrapable(connection: Connection, when: Liveness) -> list[AgentAddress]:
 
 
 def _scrapable_agents_of(rows: Sequence[Row[Any]], when: Liveness) -> Iterator[AgentAddress]:
+    """Yield a running run's agents that Prometheus can scrape, by its sources' latest states."""
     parts = [SourceState._make(row[2:]) for row in rows]
     if run_state(parts, when) != "running":
         return
@@ -148,7 +144,7 @@ def _parsed(url: str) -> SplitResult | None:
 
 
 def _addresses(hosts: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return the addresses of hosts; those that are not resolved in time are omitted."""
+    """Return addresses of hosts to scrape; those that are not resolved in time are omitted."""
     with_names = ThreadPoolExecutor(_LOOKUPS)
     try:
         lookups = {host: with_names.submit(_resolve_host, host) for host in sorted(hosts)}
@@ -159,6 +155,7 @@ def _addresses(hosts: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _resolve_host(host: str) -> tuple[str, ...]:
+    """Return the addresses of an agent's host to scrape; none if its name is unknown."""
     try:
         every = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -167,7 +164,7 @@ def _resolve_host(host: str) -> tuple[str, ...]:
 
 
 def _is_visible(host: str, addresses: Iterable[str], *, is_here: bool) -> bool:
-    """Return whether the target of a host may be shown to the client."""
+    """Return whether service discovery may show a host's target to the client."""
     addresses = tuple(addresses)
     try:
         for address in addresses:
@@ -180,15 +177,9 @@ def _is_visible(host: str, addresses: Iterable[str], *, is_here: bool) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
+    """Return whether an address to scrape can be reached from this machine only."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return False
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-
-
-def _this_node() -> str:
-    return safe_node_id(socket.gethostname())
-
-
-__all__ = ["AgentAddress", "TargetGroup", "discovery_router", "scrapable", "target_groups"]

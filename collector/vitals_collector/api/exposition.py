@@ -19,7 +19,6 @@ from starlette.responses import PlainTextResponse, Response
 
 from trainvitals.alerting import ALERTS
 from trainvitals.catalog import STEP_METRICS, MetricSpec, find_metric
-from trainvitals.clock import Clock
 from trainvitals.detect.registry import ACTED_CAUSES, countable_cause
 from trainvitals.errors import UnauthorizedError, VitalsError
 from trainvitals.views import AlertView, CommandStatus, RunSummary
@@ -32,21 +31,20 @@ from vitals_collector.live import overview
 from vitals_collector.live.engine import AlertService
 from vitals_collector.live.run_status import Liveness
 from vitals_collector.numbers.interface import FULL, STORED_STREAMS, Reason, RowSpan
-from vitals_collector.queries.goodput import GoodputCache, GoodputReader
+from vitals_collector.queries.goodput import GoodputReader
 from vitals_collector.storage.schema import alerts, decisions, findings, sources, streams
 from vitals_collector.storage.store import (
     LOCKED,
     PARTS,
     REMOVAL_REASONS,
     ReadSnapshot,
-    SteadyClock,
     Store,
 )
 from vitals_collector.storage.tokens import ENDED, LIMITED
 
 
 def _error_codes(of: type[VitalsError]) -> set[str]:
-    """Return the codes of an error class and its subclasses, as labels."""
+    """Return the codes of an error class and its subclasses, as labels of ``/metrics``."""
     return {of.code}.union(*(_error_codes(error) for error in of.__subclasses__()))
 
 
@@ -60,14 +58,18 @@ MAX_ALERTS = 500
 TOLD_AFTER_END_SECONDS = 86_400.0
 """How long a resolved alert is exported as 0: alert rules treat an older 1 as firing for the same
 time, so that the death of this process resolves nothing."""
-_REJECTIONS = [(code,) for code in sorted(_error_codes(VitalsError) | {BUSY, FULL, LOCKED})]
-_REFUSALS = [(code,) for code in (UnauthorizedError.code, FOREIGN_NAME, NO_SCOPE, LIMITED, ENDED)]
+_REJECTIONS = sorted(_error_codes(VitalsError) | {BUSY, FULL, LOCKED})
+_REFUSALS = (UnauthorizedError.code, FOREIGN_NAME, NO_SCOPE, LIMITED, ENDED)
 OUTCOMES = ("delivered", "retried", "failed", "dropped")
 """Results of messages to receivers, and of pushes by remote write."""
 MAX_LABEL = 80
 MAX_CAUSES, OTHER_CAUSES = 32, "others"
 """Causes per alert and run that are exported separately; the rest is exported as one, because a
 training may generate names without end."""
+
+_SAME_WRITER = (sources.c.run_id == streams.c.run_id) & (
+    sources.c.incarnation == streams.c.incarnation
+)
 
 Labels = tuple[str, ...]
 Samples = dict[Labels, float]
@@ -80,18 +82,14 @@ class StoreCollector(Collector):
         self,
         store: Store,
         *,
-        clock: Clock,
         acting: AlertService,
-        lost_after_seconds: float = 60.0,
-        up_since_unix_ns: int = 0,
-        goodput: GoodputReader | None = None,
+        liveness: Callable[[], Liveness],
+        goodput: GoodputReader,
     ) -> None:
         self._store = store
-        self._goodput = goodput or GoodputReader(store, GoodputCache())
-        self._clock, self._steady = clock, SteadyClock(clock)
         self._acting = acting
-        self._lost_after_seconds = lost_after_seconds
-        self._up_since_unix_ns = up_since_unix_ns
+        self._liveness = liveness
+        self._goodput = goodput
         self._spent: Samples = {}
         """Exported values of the time spent."""
         self._fired: dict[Labels, int] = {}
@@ -99,26 +97,21 @@ class StoreCollector(Collector):
         fires."""
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: registration must not read the store."""
+        """Return nothing: registering ``/metrics`` must not read the store."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family, also those without samples, in the catalog's order."""
-        now = self._steady.time_ns()
-        when = Liveness(
-            now_unix_ns=now,
-            up_since_unix_ns=max(self._up_since_unix_ns, self._store.ingest_uptime.since(now)),
-            lost_after_seconds=self._lost_after_seconds,
-        )
+        """Yield every family of ``/metrics``, also without samples, in the catalog's order."""
+        when = self._liveness()
+        now = when.now_unix_ns
         with self._store.read_transaction() as connection:
             shown = _exposed_runs(overview.load_run_summaries(connection, when), now)
             moment = self._store.snapshot_on(connection)
             families = _run_families(moment, shown)
             families["train_goodput_seconds_total"] = self._goodput_samples(shown)
             families |= _collector_families(self._store)
-        families["collector_commands_total"] = _with_zero_counts(
-            product(get_args(CommandStatus)),
-            _single_label_counts(commands.count_commands(self._store)),
+        families["collector_commands_total"] = _counts_by_label(
+            get_args(CommandStatus), commands.count_commands(self._store)
         )
         watching = self._acting.engine.watching
         families["collector_unmerged_rows_total"] = {(): float(watching.num_unmerged)}
@@ -135,7 +128,7 @@ class StoreCollector(Collector):
             yield _metric_family(find_metric(name), samples)
 
     def _goodput_samples(self, shown: Sequence[RunSummary]) -> Samples:
-        """Return the runs' time by bucket, as it was trained: a counter must not decrease.
+        """Return runs' time by bucket for ``/metrics``, as trained: a counter must not decrease.
 
         A run whose rows were not read yet is absent: 0 would look like a decrease.
         """
@@ -149,7 +142,7 @@ class StoreCollector(Collector):
         return self._spent
 
     def _alert_samples(self, now_unix_ns: int) -> Samples:
-        """Return 1 for firing alerts and 0 for those that no longer do; pages come first."""
+        """Return 1 for firing alerts, 0 for those that no longer do; pages come first."""
         horizon = now_unix_ns - int(TOLD_AFTER_END_SECONDS * 1e9)
         by_alert: dict[Labels, list[tuple[int, str, bool]]] = {}
         samples: Samples = {}
@@ -178,13 +171,13 @@ class StoreCollector(Collector):
 
 
 def _cause_of(alert: AlertView) -> str:
-    """Return the label that distinguishes it in its run: a rule, a node, a receiver."""
+    """Return the label that distinguishes a run's alert in ``/metrics``: rule, node or receiver."""
     about = {name: value for name, value in alert.labels.items() if name != "run"}
     return _clean_label(about.get("cause", ",".join(about[name] for name in sorted(about))))
 
 
 def _limit_alert_causes(alerts_of_it: Sequence[tuple[int, str, bool]]) -> Iterator[str]:
-    """Yield the exported cause of each alert; the earliest ones keep their own."""
+    """Yield each alert's cause for ``/metrics``; the earliest ones keep their own."""
     first = dict.fromkeys(cause for _, cause, _ in sorted(alerts_of_it))
     shown_causes = set(list(first)[:MAX_CAUSES])
     return (cause if cause in shown_causes else OTHER_CAUSES for _, cause, _ in alerts_of_it)
@@ -203,9 +196,9 @@ def _recent_alerts(horizon_unix_ns: int) -> Select[Any]:
     )
 
 
-def _single_label_counts(counts: Mapping[str, float]) -> Iterator[tuple[Labels, float]]:
-    """Return counts as samples with one label, for ``/metrics``."""
-    return (((label,), num) for label, num in dict(counts).items())
+def _counts_by_label(labels: Iterable[str], counts: Mapping[str, float]) -> Samples:
+    """Return counts with one label for ``/metrics``, with 0 for what has not happened yet."""
+    return _with_zero_counts(product(labels), (((label,), n) for label, n in dict(counts).items()))
 
 
 def _with_zero_counts(labels: Iterable[Labels], counts: Iterable[tuple[Labels, float]]) -> Samples:
@@ -234,6 +227,7 @@ def metrics_router(collector: Collector) -> APIRouter:
 
 
 def _metric_family(metric: MetricSpec, samples: Samples) -> Metric:
+    """Return a metric family for ``/metrics`` with its samples."""
     kinds: dict[str, Callable[..., CounterMetricFamily | GaugeMetricFamily]] = {
         "counter": CounterMetricFamily,
         "gauge": GaugeMetricFamily,
@@ -246,7 +240,7 @@ def _metric_family(metric: MetricSpec, samples: Samples) -> Metric:
 
 
 def _clean_label(text: str) -> str:
-    """Return the text shortened and printable: a label is shown, joined on, and stored forever."""
+    """Return a label of ``/metrics``, short and printable: shown, joined on, and stored forever."""
     cut = text if len(text) <= MAX_LABEL else text[: MAX_LABEL - 3] + "..."
     return "".join(c if c.isprintable() else "?" for c in cut)
 
@@ -290,11 +284,7 @@ def _last_row(moment: ReadSnapshot, run_id: str) -> dict[str, float]:
     """Return the values for ``/metrics`` in the latest row of rank 0's latest start."""
     newest = (
         select(streams.c.incarnation, streams.c.last_seq)
-        .join(
-            sources,
-            (sources.c.run_id == streams.c.run_id)
-            & (sources.c.incarnation == streams.c.incarnation),
-        )
+        .join(sources, _SAME_WRITER)
         .where(
             streams.c.run_id == run_id,
             streams.c.stream == "steps",
@@ -316,15 +306,17 @@ def _last_row(moment: ReadSnapshot, run_id: str) -> dict[str, float]:
     }
 
 
+def _counts_by_run(connection: Connection, ids: list[str], query: Select[Any]) -> Samples:
+    """Return the pairs of run and count of a query for ``/metrics``, with 0 for other runs."""
+    counted: Samples = {(run_id,): 0.0 for run_id in ids}
+    return counted | {(run_id,): float(num) for run_id, num in connection.execute(query)}
+
+
 def _step_counts(connection: Connection, ids: list[str]) -> Samples:
     """Return the number of steps of each run in ``/metrics``, lost rows included."""
     query = (
         select(streams.c.run_id, func.sum(streams.c.num_rows + streams.c.num_lost))
-        .join(
-            sources,
-            (sources.c.run_id == streams.c.run_id)
-            & (sources.c.incarnation == streams.c.incarnation),
-        )
+        .join(sources, _SAME_WRITER)
         .where(
             streams.c.run_id.in_(ids),
             streams.c.stream == "steps",
@@ -332,8 +324,7 @@ def _step_counts(connection: Connection, ids: list[str]) -> Samples:
         )
         .group_by(streams.c.run_id)
     )
-    counted: Samples = {(run_id,): 0.0 for run_id in ids}
-    return counted | {(run_id,): float(num) for run_id, num in connection.execute(query)}
+    return _counts_by_run(connection, ids, query)
 
 
 def _count_rollbacks(connection: Connection, ids: list[str]) -> dict[tuple[str, str], int]:
@@ -347,7 +338,7 @@ def _count_rollbacks(connection: Connection, ids: list[str]) -> dict[tuple[str, 
 
 
 def _counts_by_cause(ids: list[str], counts: Mapping[tuple[str, str], int]) -> Samples:
-    """Return counts by run and cause, each of which starts at 0."""
+    """Return counts for ``/metrics`` by run and cause, each of which starts at 0."""
     samples: Samples = dict.fromkeys(product(ids, ACTED_CAUSES), 0.0)
     for (run_id, cause), num in counts.items():
         if run_id in ids:
@@ -362,8 +353,7 @@ def _nonfinite_counts(connection: Connection, ids: list[str]) -> Samples:
         .where(findings.c.run_id.in_(ids), findings.c.kind == "nonfinite")
         .group_by(findings.c.run_id)
     )
-    counted: Samples = {(run_id,): 0.0 for run_id in ids}
-    return counted | {(run_id,): float(num) for run_id, num in connection.execute(query)}
+    return _counts_by_run(connection, ids, query)
 
 
 # ---------------------------------------------------------------------------------- collector
@@ -378,28 +368,15 @@ def _collector_families(store: Store) -> dict[str, Samples]:
         "collector_lost_rows_total": {(): float(counters.num_lost)},
         "collector_damaged_stretches_total": {(): float(counters.num_damaged)},
         "collector_damaged_batches_total": {(): float(store.damage.num)},
-        "collector_rejected_batches_total": _with_zero_counts(
-            _REJECTIONS, _single_label_counts(counters.rejected)
-        ),
-        "collector_refused_requests_total": _with_zero_counts(
-            _REFUSALS, _single_label_counts(counters.refused)
-        ),
+        "collector_rejected_batches_total": _counts_by_label(_REJECTIONS, counters.rejected),
+        "collector_refused_requests_total": _counts_by_label(_REFUSALS, counters.refused),
         "collector_thinned_rows_total": _with_zero_counts(
             product(STORED_STREAMS, get_args(Reason)), counters.thinned.items()
         ),
-        "collector_removed_runs_total": _with_zero_counts(
-            product(REMOVAL_REASONS), _single_label_counts(counters.removed_runs)
-        ),
+        "collector_removed_runs_total": _counts_by_label(REMOVAL_REASONS, counters.removed_runs),
         "collector_forgotten_rows_total": {(): float(counters.num_forgotten)},
         "collector_runs_over_cap": {(): float(len(counters.over_cap or ()))},
         "collector_deferred_bodies_total": {(): float(counters.num_deferred)},
-        "collector_remote_writes_total": _with_zero_counts(
-            product(OUTCOMES), _single_label_counts(counters.remote_writes)
-        ),
-        "collector_part_failures_total": _with_zero_counts(
-            product(PARTS), _single_label_counts(counters.failures)
-        ),
+        "collector_remote_writes_total": _counts_by_label(OUTCOMES, counters.remote_writes),
+        "collector_part_failures_total": _counts_by_label(PARTS, counters.failures),
     }
-
-
-__all__ = ["StoreCollector", "metrics_router"]

@@ -18,13 +18,12 @@ class HealthCheck:
     serve requests all wait for it.
     """
 
-    def __init__(self, store: Store, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._timeout_seconds = timeout_seconds
         self._running: asyncio.Future[str] | None = None
 
     async def status(self) -> str:
-        """Return why the store does not work; empty if it does."""
+        """Return why the store does not work, for the health route; empty if it does."""
         if self._running is None or self._running.done():
             loop = asyncio.get_running_loop()
             self._running = loop.create_future()
@@ -34,10 +33,10 @@ class HealthCheck:
                 target=self._run, args=arguments, name="vitals-health", daemon=True
             ).start()
         try:
-            async with asyncio.timeout(self._timeout_seconds):
+            async with asyncio.timeout(TIMEOUT_SECONDS):
                 return await asyncio.shield(self._running)
         except TimeoutError:
-            return f"the database has not responded for {self._timeout_seconds:g} s"
+            return f"the database has not responded for {TIMEOUT_SECONDS:g} s"
 
     def _run(self, loop: asyncio.AbstractEventLoop, future: "asyncio.Future[str]") -> None:
         """Check the store on a thread; hand the status to the event loop."""
@@ -48,6 +47,7 @@ class HealthCheck:
             _LOG.debug("health_not_reported status=%s", status)
 
     def _check_store(self) -> str:
+        """Query the store for the health route; return what does not work, or ""."""
         try:
             with self._store.read_transaction() as connection:
                 connection.exec_driver_sql("SELECT 1")

@@ -37,16 +37,7 @@ from trainvitals.errors import (
     VitalsError,
 )
 from trainvitals.wire import ASK_HEADER, WRITER_KEY_HEADER, IngestReply, is_of_events, split_batches
-from vitals_collector.api.auth import (
-    MAX_INGEST_BYTES,
-    Refused,
-    add_security_headers,
-    announced_bytes,
-    check_scopes,
-    problem_response,
-    read_body,
-    unexpected_error_response,
-)
+from vitals_collector.api import auth
 from vitals_collector.ingest.ingest import BatchResult, reply_to_body, store_bodies
 from vitals_collector.storage.store import SteadyClock, Store
 from vitals_collector.storage.tokens import OWN, Principal
@@ -97,7 +88,7 @@ class PendingBody:
     def record_results(
         self, places: Sequence[int], stored: Sequence[BatchResult] | Exception
     ) -> bool:
-        """Note what became of some of its batches; return whether that is known of all."""
+        """Note results of some of an upload's batches; return whether all are known."""
         if isinstance(stored, Exception):
             self._error = self._error or stored
         else:
@@ -107,7 +98,7 @@ class PendingBody:
 
     @property
     def outcome(self) -> Outcome:
-        """Response for the sender of the body: replies, or an error."""
+        """Return the response to the upload: replies, or an error."""
         if self._error is not None:
             return self._error
         return reply_to_body([self._stored[index] for index in range(len(self.raws))])
@@ -117,9 +108,9 @@ class PendingBody:
 class CommitLimits:
     """Limits of the queue and of one transaction."""
 
-    max_bytes: int = 64 << 20
+    max_bytes: int = _MAX_BYTES
     """Size of waiting and running bodies; a single body is always accepted."""
-    max_bodies: int = 4_096
+    max_bodies: int = _MAX_WAITING
     group_batches: int = 8_192
     """Batches in one transaction, about a second's work: after an outage all agents send at once.
     """
@@ -151,11 +142,11 @@ class _WriterLane:
 
     @property
     def waited_seconds(self) -> float:
-        """Waiting time of the oldest body."""
+        """Return how long the oldest uploaded body has waited."""
         return time.monotonic() - self.waiting[0].since if self.waiting else 0.0
 
     def enqueue(self, part: _LaneBatches) -> None:
-        """Queue a part."""
+        """Queue a part of an uploaded body for a writer thread."""
         self.waiting.append(part)
         self._num_bytes += part.num_bytes
         # The thread waits for the first, and for what ends its wait for others.
@@ -163,12 +154,12 @@ class _WriterLane:
             self._changed.notify()
 
     def close(self) -> None:
-        """Release the waiting bodies at once, and accept no further ones."""
+        """Release the waiting uploads at once, and accept no further ones."""
         self._is_closed = True
         self._changed.notify()
 
     def pop_batches(self) -> list[_LaneBatches]:
-        """Wait for batches; then pop them up to the limits.
+        """Wait for uploaded batches; then pop them up to the limits.
 
         Nothing if closed. A body that arrives after a pause does not wait.
         """
@@ -192,18 +183,14 @@ class _WriterLane:
             return group
 
     def _is_due(self) -> bool:
-        """Return whether the waiting bodies are to be written without waiting for more."""
+        """Return whether the waiting uploads are to be written without waiting for more."""
         return self._is_closed or self._num_bytes >= _GROUP_BYTES
 
 
 class CommitQueue:
     """A queue of bodies and its writer threads. ``close`` writes waiting bodies first.
 
-    Args:
-        store: the store.
-        clock: time at which a body was received.
-        on_done: called with the outcomes.
-        limits: the bounds.
+    ``clock`` gives the time at which a body is received; ``on_done`` is called with the outcomes.
     """
 
     def __init__(
@@ -230,21 +217,21 @@ class CommitQueue:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that wait or are being written."""
+        """Return the uploaded bytes that wait or are being written."""
         return self._num_bytes
 
     @property
     def is_running(self) -> bool:
-        """Whether the threads were started and have not ended."""
+        """Return whether the threads that store uploads were started and have not ended."""
         return any(thread.is_alive() for thread in self._threads)
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start the threads that store uploaded bodies."""
         for thread in self._threads:
             thread.start()
 
     def enqueue(self, body: PendingBody) -> None:
-        """Queue a body; its outcome comes through ``on_done``. Never blocks.
+        """Queue an uploaded body; its outcome comes through ``on_done``. Never blocks.
 
         Raises:
             StorageError: there is no room, or the intake is closed; send it again later.
@@ -276,7 +263,7 @@ class CommitQueue:
                     )
 
     def close(self) -> None:
-        """Stop accepting, store waiting bodies, and stop the threads."""
+        """Stop accepting uploads, store waiting bodies, and stop the threads."""
         with self._lock:
             self._is_closed = True
             self._rows.close()
@@ -286,7 +273,7 @@ class CommitQueue:
                 thread.join()
 
     def _run(self, lane: _WriterLane) -> None:
-        """Store the bodies of one lane until the queue closes."""
+        """Store the uploaded bodies of one lane until the queue closes."""
         while group := lane.pop_batches():
             outcomes = self._store_group(group)
             # before the responses: a client sends again at once, and must find space
@@ -308,6 +295,7 @@ class CommitQueue:
     def _store_group(
         self, group: Sequence[_LaneBatches]
     ) -> Sequence[Sequence[BatchResult] | Exception]:
+        """Store a group of uploads together; return each one's results or error."""
         try:
             raws = [[part.body.raws[i] for i in part.places] for part in group]
             asking, now = [part.body.accepts_resend for part in group], self._arrivals.time_ns()
@@ -339,7 +327,7 @@ class ByteBudget:
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def acquire(self, num_bytes: int) -> None:
-        """Reserve the bytes, waiting in order; ``release`` returns them."""
+        """Reserve memory for a request's bytes, waiting in order; ``release`` returns it."""
         if not self._queue and self._free >= num_bytes:
             self._free -= num_bytes
             return
@@ -360,7 +348,7 @@ class ByteBudget:
             raise
 
     def release(self, num_bytes: int) -> None:
-        """Return bytes, to the request that has waited longest."""
+        """Return memory for bytes, to the request that has waited longest."""
         self._free += num_bytes
         self._grant_waiting()
 
@@ -380,48 +368,42 @@ class IngestApp:
     """``POST /v1/ingest`` as a separate ASGI app after the authentication."""
 
     def __init__(
-        self,
-        store: Store,
-        *,
-        clock: Clock,
-        max_bytes: int = _MAX_BYTES,
-        wait_seconds: float = _WAIT_SECONDS,
-        commit_seconds: float = COMMIT_SECONDS,
+        self, store: Store, *, clock: Clock, commit_seconds: float = COMMIT_SECONDS
     ) -> None:
         self._store = store
-        self._room = ByteBudget(max_bytes, max_waiting=_MAX_WAITING, wait_seconds=wait_seconds)
-        # A body that got memory here always finds space there.
-        limits = CommitLimits(max_bytes=max_bytes, max_bodies=_MAX_WAITING, seconds=commit_seconds)
+        self._room = ByteBudget(_MAX_BYTES, max_waiting=_MAX_WAITING, wait_seconds=_WAIT_SECONDS)
+        # A body that got memory here always finds space there: the limits are the same.
+        limits = CommitLimits(seconds=commit_seconds)
         self.commits = CommitQueue(store, clock=clock, on_done=_deliver_outcomes, limits=limits)
 
     def start(self) -> None:
-        """Start to store."""
+        """Start to store uploaded bodies."""
         self.commits.start()
 
     def close(self) -> None:
-        """Store waiting bodies, and stop."""
+        """Store waiting uploads, and stop."""
         self.commits.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one authenticated request."""
         try:
-            check_scopes(scope["state"]["scopes"], ("ingest",))
+            auth.check_scopes(scope["state"]["scopes"], ("ingest",))
             response = await self._serve(scope, receive)
         except UnauthorizedError as error:
             self._store.counters.refuse(error.code)
-            response = problem_response(error)
+            response = auth.problem_response(error)
         except VitalsError as error:
-            response = problem_response(error)
-        except (Refused, ClientDisconnect):
+            response = auth.problem_response(error)
+        except (auth.Refused, ClientDisconnect):
             raise  # the authentication handles it
         except Exception as error:  # noqa: BLE001 - nothing stands before us that would answer
-            response = unexpected_error_response(scope["path"], error)
-        await response(scope, receive, add_security_headers(send))
+            response = auth.unexpected_error_response(scope["path"], error)
+        await response(scope, receive, auth.add_security_headers(send))
 
     async def ingest_body(
         self, body: bytes, principal: Principal, *, accepts_resend: bool = False
     ) -> Response:
-        """Store a body's batches; return the response once they are durable.
+        """Store an uploaded body's batches; return the response once they are durable.
 
         Args:
             body: the batches.
@@ -444,7 +426,7 @@ class IngestApp:
         return Response(msgspec.json.encode(replies), media_type="application/json")
 
     async def store(self, raws: Sequence[bytes], principal: Principal) -> None:
-        """Store batches that were created here; all are durable when this returns.
+        """Store batches that this server created; all are durable when this returns.
 
         Raises:
             FormatError: one of them is refused.
@@ -462,6 +444,7 @@ class IngestApp:
         *,
         accepts_resend: bool = False,
     ) -> tuple[IngestReply, ...]:
+        """Queue an upload's batches, and wait until they are durable; return the replies."""
         turn: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.commits.enqueue(PendingBody(raws, num_bytes, turn, accepts_resend, principal))
         outcome = await turn
@@ -472,14 +455,14 @@ class IngestApp:
     async def _serve(self, scope: Scope, receive: Receive) -> Response:
         """Handle one ``POST /v1/ingest``: reserve memory, read the body, store it."""
         self._check_plain(scope)
-        num_bytes = announced_bytes(scope, MAX_INGEST_BYTES)
+        num_bytes = auth.announced_bytes(scope, auth.MAX_INGEST_BYTES)
         try:
             await self._room.acquire(num_bytes)
         except StorageError:
             self._store.counters.defer()
             raise
         try:
-            body = await read_body(receive, MAX_INGEST_BYTES)
+            body = await auth.read_body(receive, auth.MAX_INGEST_BYTES)
             accepts_resend = (_ASKS, b"ask") in scope["headers"]
             principal: Principal = scope["state"]["principal"]
             for name, value in scope["headers"]:
@@ -490,18 +473,18 @@ class IngestApp:
             self._room.release(num_bytes)
 
     def _check_plain(self, scope: Scope) -> None:
-        """Reject compressed bodies: their length would not limit the memory."""
+        """Reject compressed uploads: their length would not limit the memory."""
         codings = [value for name, value in scope["headers"] if name == b"content-encoding"]
         coding = b", ".join(codings).decode("latin-1").strip().lower()
         if coding not in ("", "identity"):
             text = f"Content-Encoding is {coding[:32]!r}; batches are taken as they are"
             error = UsageError(text, hint="send the body without compression")
             self._store.counters.reject(error.code)
-            raise Refused(415, error)
+            raise auth.Refused(415, error)
 
 
 def _deliver_outcomes(outcomes: Sequence[tuple[PendingBody, Outcome]]) -> None:
-    """Hand the outcomes of a group to the event loop, all by one call."""
+    """Hand the outcomes of a group of uploads to the event loop, all by one call."""
     turns = [(waiting.turn, outcome) for waiting, outcome in outcomes]
     turns[0][0].get_loop().call_soon_threadsafe(_set_outcomes, turns)
 
@@ -514,20 +497,9 @@ def _set_outcomes(turns: Sequence[tuple[asyncio.Future[Outcome], Outcome]]) -> N
 
 
 def _busy_error() -> StorageError:
-    """Return the error for a full ingest queue: clients retry later."""
+    """Return the error for a full queue of uploads: clients retry later."""
     return StorageError(
         "the collector receives more than it can store",
         hint="try again later; agents keep their spools and retry by themselves",
         code=BUSY,
     )
-
-
-__all__ = [
-    "BUSY",
-    "ByteBudget",
-    "CommitLimits",
-    "CommitQueue",
-    "IngestApp",
-    "Outcome",
-    "PendingBody",
-]

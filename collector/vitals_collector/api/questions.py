@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @functools.cache
 def question_router() -> APIRouter:
-    """Return a route for each query; the ``query`` of the app's state executes it.
+    """Return an HTTP route for each query; the ``query`` of the app's state executes it.
 
     Cached for all apps of a process: creating it is half the cost of an app.
     """
@@ -45,6 +45,7 @@ def question_router() -> APIRouter:
 
 
 def _add_route(router: APIRouter, route: Route) -> None:
+    """Add the HTTP route of a query, with its parameters or its body."""
     body: Any = _body_type(route) if route.method == "POST" else None
     parameters = [Parameter(_ASKER, Parameter.KEYWORD_ONLY, annotation=Request)]
     parameters += [_parameter(field, Path) for field in route.in_path]
@@ -82,7 +83,7 @@ def _add_route(router: APIRouter, route: Route) -> None:
 
 
 def ask_within_reach(query: Query, principal: Principal, route: Route, question: Question[T]) -> T:
-    """Return the response, for the runs that the token reaches; others do not exist for it.
+    """Return the response for the runs that a request's token reaches; to it, no others exist.
 
     Raises:
         UsageError: as in ``Query.ask``.
@@ -100,7 +101,7 @@ def ask_within_reach(query: Query, principal: Principal, route: Route, question:
 
 
 def _body_type(route: Route) -> type[Any]:
-    """Return the type of a body: the query, or its fields that are not in the path."""
+    """Return the type of an HTTP body: the query, or its fields that are not in the path."""
     if not route.in_path:
         return route.kind
     fields = [
@@ -126,7 +127,7 @@ def _body_type(route: Route) -> type[Any]:
 
 
 def _parameter(field: FieldInfo, location: Any) -> Parameter:
-    """Return a field as FastAPI needs it: its type with its bounds."""
+    """Return a field of an HTTP route as FastAPI needs it: its type with its bounds."""
     kind, bounds = _without_meta(field.type)
     return Parameter(
         field.encode_name,
@@ -137,7 +138,7 @@ def _parameter(field: FieldInfo, location: Any) -> Parameter:
 
 
 def _without_meta(kind: Any) -> tuple[Any, dict[str, Any]]:
-    """Return a type without msgspec's bounds, and the bounds."""
+    """Return the type of a route's field without msgspec's bounds, and the bounds."""
     if get_origin(kind) is Annotated:
         kind, meta = get_args(kind)
         bounds = {name: getattr(meta, name) for name in ("ge", "gt", "le", "lt")}
@@ -150,12 +151,10 @@ def _without_meta(kind: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _route_name(kind: type[Question[Any]]) -> str:
-    """Return the route's name in the document: ``many_series`` of ``ManySeriesQuestion``."""
+    """Return an HTTP route's name in the document: ``many_series`` of ``ManySeriesQuestion``."""
     name_words = re.findall("[A-Z][a-z]*", kind.__name__.removesuffix("Question"))
     return "_".join(name_words).lower()
 
-
-# ----------------------------------------------------------------------------- the OpenAPI document
 
 _TYPES: dict[str, Any] = {}
 _REF = "#/components/schemas/{name}"
@@ -178,7 +177,7 @@ def openapi_request_body(body: Any, media_type: str = "application/json") -> dic
 
 
 def body_decoder(kind: type[T]) -> Callable[[Request], Awaitable[T]]:
-    """Return a dependency that decodes the body strictly: no unknown field, no wrong type."""
+    """Return a route's dependency that decodes a body strictly: no unknown field or wrong type."""
     decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
 
     async def decode(request: Request) -> T:
@@ -208,7 +207,7 @@ def add_openapi_document(app: FastAPI) -> None:
 
 
 def _allow_nonfinite_strings(properties: dict[str, Any]) -> None:
-    """Allow a string for each number, for non-finite values."""
+    """Allow a string for each number of the OpenAPI document, for non-finite values."""
     for name, of in properties.items():
         kinds = of.get("anyOf", [of])
         if {"type": "number"} in kinds:
@@ -218,20 +217,13 @@ def _allow_nonfinite_strings(properties: dict[str, Any]) -> None:
 
 
 def _openapi_response(text: str, body: Any) -> dict[str, Any]:
+    """Return a response of the OpenAPI document, with its schema."""
     return {"description": text, "content": {"application/json": {"schema": _schema_ref(body)}}}
 
 
 @functools.cache
 def _schema_ref(body: Any) -> dict[str, Any]:
+    """Return the reference to a type's schema in the OpenAPI document."""
     _TYPES[str(body)] = body
     (schema,), _ = msgspec.json.schema_components([body], ref_template=_REF)
     return schema
-
-
-__all__ = [
-    "add_openapi_document",
-    "body_decoder",
-    "openapi_request_body",
-    "openapi_responses",
-    "question_router",
-]

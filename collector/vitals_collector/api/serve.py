@@ -66,7 +66,7 @@ class ListenSettings:
 
 
 def parse_listen(text: str) -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT``; IPv6 hosts are in brackets.
+    """Return the HTTP server's host and port of ``HOST:PORT``; IPv6 hosts are in brackets.
 
     Raises:
         UsageError: it is not of that form.
@@ -81,7 +81,7 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def lock_data_dir(data: Path) -> Iterator[str]:
-    """Hold the data directory's lock; it ends with the process, however that ends.
+    """Hold the lock of the server's data directory; it ends with the process, however it ends.
 
     Identifies the lock: of two processes with the same value, one has ended. A copy of the
     directory has another value, and so has the same directory after a reboot, or seen from another
@@ -103,7 +103,7 @@ def lock_data_dir(data: Path) -> Iterator[str]:
 
 
 def _lock_identity(lock: int) -> str:
-    """Return the identity of the collector's lock: boot, disk and file."""
+    """Return the identity of the lock of the server's data directory: boot, disk and file."""
     try:
         boot = _BOOT_ID.read_text()
     except OSError:  # not Linux
@@ -114,7 +114,7 @@ def _lock_identity(lock: int) -> str:
 
 
 def bind(listen: ListenSettings) -> socket.socket:
-    """Return a listening socket; the caller closes it.
+    """Return a listening socket for the HTTP server; the caller closes it.
 
     Raises:
         UsageError: the address is not this machine's, or the port is in use or not allowed.
@@ -139,12 +139,9 @@ def bind(listen: ListenSettings) -> socket.socket:
 
 
 def url_of(bound: socket.socket, listen: ListenSettings, *, of_this_machine: bool = False) -> str:
-    """Return the address that programs use.
+    """Return the HTTP server's address that programs use.
 
-    Args:
-        bound: the socket.
-        listen: address of the server.
-        of_this_machine: if it listens everywhere, name the machine, for programs on others.
+    If it listens everywhere, ``of_this_machine`` names the machine, for programs on others.
     """
     everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}
     host = everywhere.get(listen.host, listen.host)
@@ -155,7 +152,7 @@ def url_of(bound: socket.socket, listen: ListenSettings, *, of_this_machine: boo
 
 
 def serve(app: FastAPI, bound: socket.socket, listen: ListenSettings, data: Path) -> None:
-    """Serve until SIGINT or SIGTERM; write the address file once requests are handled."""
+    """Serve HTTP until SIGINT or SIGTERM; write the address file once requests are handled."""
     config = uvicorn.Config(
         app,
         http=PatientProtocol,
@@ -195,7 +192,7 @@ def serve(app: FastAPI, bound: socket.socket, listen: ListenSettings, data: Path
 
 
 def bind_unix(data: Path) -> socket.socket | None:
-    """Return a socket that listens in the data directory; None if its file system has none."""
+    """Return an HTTP socket listening in the data directory; None if its file system has none."""
     path = data / SOCKET_FILE
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -212,7 +209,7 @@ def bind_unix(data: Path) -> socket.socket | None:
 
 
 def _allow_many_files() -> None:
-    """Allow as many connections as the system does, not the shell's usual 1,024 files."""
+    """Allow as many HTTP connections as the system does, not the shell's usual 1,024 files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -224,7 +221,7 @@ def _exit_on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def log_to_stderr() -> None:
-    """Send this program's log lines to stderr, and the libraries' warnings."""
+    """Send the HTTP server's log lines to stderr, and the libraries' warnings."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
@@ -242,7 +239,7 @@ class _Server(uvicorn.Server):
         self._signaled = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, then write the address file: an address must respond when it is read."""
+        """Start to serve, then write the address file: an address must respond when it is read."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets=[])
         if self.should_exit:
@@ -254,12 +251,13 @@ class _Server(uvicorn.Server):
         print(f"vitals collector: {self._url} (data in {self._data})", file=sys.stderr, flush=True)  # noqa: T201
 
     def _new_connection(self) -> asyncio.Protocol:
+        """Return uvicorn's protocol for a new connection to the HTTP server."""
         return self.config.http_protocol_class(  # type: ignore[call-arg]
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
 
     async def _listen(self, bound: socket.socket) -> None:
-        """Listen, with the time of a TLS handshake bounded: uvicorn leaves a minute for it."""
+        """Listen for HTTP, with a bound to the TLS handshake: uvicorn leaves a minute for it."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
             self._new_connection,
@@ -271,7 +269,7 @@ class _Server(uvicorn.Server):
         self.servers.append(server)
 
     async def _listen_here(self) -> None:
-        """Listen on the Unix socket as well, without TLS: no other user can read its traffic."""
+        """Serve HTTP on the Unix socket too, without TLS: no other user can read its traffic."""
         bound = bind_unix(self._data)
         if bound is None:
             return
@@ -281,7 +279,7 @@ class _Server(uvicorn.Server):
         self._socket = SOCKET_FILE
 
     async def main_loop(self) -> None:
-        """Run the periodic work once per second until a signal arrives."""
+        """Run the HTTP server's periodic work once per second until a signal arrives."""
         counter = 0
         while not await self.on_tick(counter):
             counter += _TICKS_PER_SECOND
@@ -289,7 +287,7 @@ class _Server(uvicorn.Server):
                 await asyncio.wait_for(self._signaled.wait(), 1.0)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal: end the main loop without waiting for its next tick."""
+        """Handle a signal: end the server's main loop without waiting for its next tick."""
         super().handle_exit(sig, frame)
         if self._loop is not None:  # otherwise the main loop has not started, and will not
             self._loop.call_soon_threadsafe(self._signaled.set)
@@ -322,5 +320,6 @@ class _Server(uvicorn.Server):
 
 
 def _describe_running_collector(data: Path) -> str:
+    """Return URL and process of the collector that serves a data directory; "" if unknown."""
     file = read_collector_file(data)
     return "" if file is None else f": {file.url}, process {file.pid}"

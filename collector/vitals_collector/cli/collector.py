@@ -221,6 +221,7 @@ def collector(
 
 
 def _check_tls(plain: bool, cert: Path | None, key: Path | None, ca: str, client: object) -> None:
+    """Refuse options of `vitals collector` for TLS that contradict each other."""
     if plain and (cert or key or ca or client):
         raise UsageError(
             "--allow-plain is given together with options of TLS",
@@ -236,7 +237,7 @@ def _check_tls(plain: bool, cert: Path | None, key: Path | None, ca: str, client
 def _serve(
     settings: "CollectorSettings", where: "ListenSettings", *, tls_ca: str, plain: bool
 ) -> None:
-    """Serve until stopped, as the only collector on its data directory."""
+    """Run `vitals collector` until stopped, as the only one on its data directory."""
     from dataclasses import replace
 
     from vitals_collector.api.app import TOKENS_FILE, create_app
@@ -272,6 +273,6 @@ class _BlockedImports(MetaPathFinder):
     """
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
-        """Raise ImportError for such a module; other finders handle the rest."""
+        """Raise ImportError if `vitals collector` never uses the module; leave the rest."""
         if name in ("pandas", "pyarrow.dataset"):
             raise ModuleNotFoundError(f"{name} is not imported in a collector", name=name)

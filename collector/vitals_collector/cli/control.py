@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from trainvitals import views
 from trainvitals.cli.groups import Commands, add_group
 from trainvitals.cli.options import Dir, Form
 from trainvitals.cli.output import Format, format_time, write_json, write_rows, write_table
@@ -17,23 +18,6 @@ from trainvitals.errors import UsageError
 from trainvitals.io.client import CollectorClient, open_collector_client
 from trainvitals.io.control_key import control_folder
 from trainvitals.io.lookup import known_collector
-from trainvitals.views import (
-    AckRequest,
-    AlertsQuestion,
-    AlertView,
-    CheckpointsQuestion,
-    CommandRequest,
-    CommandsQuestion,
-    CommandView,
-    EndSilenceRequest,
-    RunQuestion,
-    RunSummary,
-    SilenceRequest,
-    SilencesQuestion,
-    SilenceView,
-    StacksQuestion,
-    StacksView,
-)
 from vitals_collector.cli.opening import CollectorOptions, as_folder, choose_run
 from vitals_collector.cli.replay import find_vitals_dir
 from vitals_collector.cli.store import user
@@ -131,13 +115,13 @@ def command(
         folder = _default_folder(server)
     if action == "list":
         with _control_client(server, needs="read") as client:
-            command_views = client.ask(CommandsQuestion(run_id=find_run(client, run).run_id))
+            command_views = client.ask(views.CommandsQuestion(run_id=find_run(client, run).run_id))
         _write_commands(command_views, form)
         return
     if action == "profile" and not value:
         value = str(steps)
     by_factor = action == "lr" and value.startswith("x")
-    request = CommandRequest(
+    request = views.CommandRequest(
         action="lr_factor" if by_factor else action,
         reason=reason or ("" if action in _NEED_A_REASON else f"asked for by {user()}"),
         checkpoint_id=checkpoint,
@@ -177,53 +161,57 @@ def stacks(
     """
     folder, run = as_folder(run, folder)
     folder = folder or _default_folder(server)
-    request = CommandRequest(action="stacks", reason=f"asked for by {user()}", ttl_seconds=wait)
+    request = views.CommandRequest(
+        action="stacks", reason=f"asked for by {user()}", ttl_seconds=wait
+    )
     if folder is not None:
         sent = _write_signed_command(folder, run, request)
 
-        def look() -> tuple[tuple[StacksView, ...], int]:
+        def look() -> tuple[tuple[views.StacksView, ...], int]:
             with open_reader(folder) as opened:
                 return _stacks(opened.reader, sent)
 
-        views, world_size = _wait_for_stacks(look, wait, pause=1.0)
+        stacks_of_ranks, world_size = _wait_for_stacks(look, wait, pause=1.0)
     else:
         keys = control_folder(os.environ, server.token_file, server.collector)
         with _control_client(server, needs="control") as client:
             summary = find_run(client, run)
             _check_open(summary)
             sent = client.send_command(summary.run_id, request, issued_by=user(), keys=keys)
-            views, world_size = _wait_for_stacks(
+            stacks_of_ranks, world_size = _wait_for_stacks(
                 lambda: _stacks(client, sent), wait, pause=_LOOK_SECONDS
             )
     if form is Format.JSON:
-        write_json(views)
+        write_json(stacks_of_ranks)
     elif form is Format.CSV:
         header = ("rank", "step", "stacks", "collectives", "detail")
-        rows = [(v.rank, v.step, v.stacks, "; ".join(v.collectives), v.detail) for v in views]
+        rows = [
+            (v.rank, v.step, v.stacks, "; ".join(v.collectives), v.detail) for v in stacks_of_ranks
+        ]
         write_rows(header, rows, Format.CSV)
     else:
-        typer.echo(grouped_stacks_text(views, world_size))
-    if not any(view.stacks for view in views):
+        typer.echo(grouped_stacks_text(stacks_of_ranks, world_size))
+    if not any(view.stacks for view in stacks_of_ranks):
         raise typer.Exit(1)
 
 
-def _stacks(reader: Reader, sent: CommandView) -> tuple[tuple[StacksView, ...], int]:
+def _stacks(reader: Reader, sent: views.CommandView) -> tuple[tuple[views.StacksView, ...], int]:
     """Return the stacks for ``vitals stacks`` so far, and the number of ranks."""
     run_id, number = sent.command.run_id, sent.command.number
-    views = reader.ask(StacksQuestion(run_id=run_id))
-    world_size = reader.ask(RunQuestion(run_id=run_id)).summary.world_size
-    return tuple(view for view in views if view.command_number == number), world_size
+    latest = reader.ask(views.StacksQuestion(run_id=run_id))
+    world_size = reader.ask(views.RunQuestion(run_id=run_id)).summary.world_size
+    return tuple(view for view in latest if view.command_number == number), world_size
 
 
 def _wait_for_stacks(
-    look: Callable[[], tuple[tuple[StacksView, ...], int]], wait: float, *, pause: float
-) -> tuple[tuple[StacksView, ...], int]:
-    """Poll until the stacks of all ranks have come, at most for ``wait`` seconds."""
+    look: Callable[[], tuple[tuple[views.StacksView, ...], int]], wait: float, *, pause: float
+) -> tuple[tuple[views.StacksView, ...], int]:
+    """Poll for ``vitals stacks`` until all ranks' stacks have come, at most ``wait`` seconds."""
     give_up = time.monotonic() + wait
     while True:
-        views, world_size = look()
-        if len({view.rank for view in views}) >= world_size or time.monotonic() >= give_up:
-            return views, world_size
+        answers, world_size = look()
+        if len({view.rank for view in answers}) >= world_size or time.monotonic() >= give_up:
+            return answers, world_size
         time.sleep(pause)
 
 
@@ -238,20 +226,22 @@ def _number(value: str, action: Action) -> float | None:
         ) from None
 
 
-def _answer(client: CollectorClient, sent: CommandView, wait: float) -> CommandView:
-    """Return the state of a command once it is final, or after ``wait`` seconds."""
+def _answer(client: CollectorClient, sent: views.CommandView, wait: float) -> views.CommandView:
+    """Return a `vitals command`'s state once it is final, or after ``wait`` seconds."""
     give_up = time.monotonic() + wait
     view = sent
     while view.status not in _ANSWERED and time.monotonic() < give_up:
         time.sleep(_LOOK_SECONDS)
-        for listed in client.ask(CommandsQuestion(run_id=sent.command.run_id)):
+        for listed in client.ask(views.CommandsQuestion(run_id=sent.command.run_id)):
             if listed.command.number == sent.command.number:
                 view = listed
     return view
 
 
-def _write_signed_command(folder: Path, run: str, request: CommandRequest) -> CommandView:
-    """Sign the command with the run's key and write it to its directory, for a local agent."""
+def _write_signed_command(
+    folder: Path, run: str, request: views.CommandRequest
+) -> views.CommandView:
+    """Sign a `vitals command` with the run's key; write it to its directory, for a local agent."""
     from trainvitals.io.mailbox import sign_command
     from trainvitals.io.rundir import RunDir
     from vitals_collector.alerts.commands import (
@@ -261,7 +251,7 @@ def _write_signed_command(folder: Path, run: str, request: CommandRequest) -> Co
 
     with open_reader(folder) as opened:
         summary = choose_run(opened, run)
-        announced = opened.reader.ask(CheckpointsQuestion(run_id=summary.run_id))
+        announced = opened.reader.ask(views.CheckpointsQuestion(run_id=summary.run_id))
     _check_open(summary)
     _check_rank(request.rank, summary.world_size)
     check_checkpoint(request.checkpoint_id, [(c.checkpoint_id, c.state) for c in announced])
@@ -271,11 +261,11 @@ def _write_signed_command(folder: Path, run: str, request: CommandRequest) -> Co
     unsigned = request.command(summary.run_id, issued_by=user(), now_unix_ns=time.time_ns())
     signed = sign_command(unsigned, run_dir.command_key())
     run_dir.put_command(signed)
-    return CommandView(command=signed, status="pending")
+    return views.CommandView(command=signed, status="pending")
 
 
-def _check_open(run: RunSummary) -> None:
-    """Refuse a command for a run that has ended; one without rows may return."""
+def _check_open(run: views.RunSummary) -> None:
+    """Refuse `vitals command` for a run that has ended; one without rows may return."""
     if run.state not in ("running", "lost"):
         raise UsageError(
             f"run {run.run_id} is {run.state}, so it cannot take a command",
@@ -289,21 +279,22 @@ def _check_rank(rank: int, world_size: int) -> None:
         raise UsageError(f"--rank is {rank}; the run has ranks 0 to {world_size - 1}")
 
 
-def _write_commands(views: tuple[CommandView, ...], form: Format) -> None:
+def _write_commands(listed: tuple[views.CommandView, ...], form: Format) -> None:
+    """Print a table of the commands to a run, or their JSON."""
     rows = [
         (
             v.command.number,
-            CommandRequest.from_command(v.command).text,
+            views.CommandRequest.from_command(v.command).text,
             v.status,
             v.step if v.step >= 0 else None,
             v.command.reason,
             v.detail,
             format_time(v.command.expires_unix_ns),
         )
-        for v in views
+        for v in listed
     ]
     header = ("number", "action", "status", "step", "reason", "answer", "expires")
-    write_table(header, rows, form, body=views)
+    write_table(header, rows, form, body=listed)
 
 
 # --------------------------------------------------------------------------------------- alerts
@@ -336,9 +327,10 @@ def list_alerts(
     _write_alerts(alert_views, form)
 
 
-def _alerts_of(reader: Reader, run: str, state: Any) -> tuple[AlertView, ...]:
+def _alerts_of(reader: Reader, run: str, state: Any) -> tuple[views.AlertView, ...]:
+    """Return the alerts of all runs for ``vitals alerts``, or of one run, in a state."""
     run_id = find_run(reader, run).run_id if run else ""
-    return reader.ask(AlertsQuestion(run_id=run_id, state=state))
+    return reader.ask(views.AlertsQuestion(run_id=run_id, state=state))
 
 
 def ack(
@@ -351,7 +343,7 @@ def ack(
     form: Form = Format.TABLE,
 ) -> None:
     """Acknowledge an alert: show that you are working on it."""
-    request = AckRequest(by=by or user(), reason=reason)
+    request = views.AckRequest(by=by or user(), reason=reason)
     with _control_client(server, needs="control") as client:
         fingerprint = _fingerprint(client, alert, run)
         _write_alerts((client.ack_alert(fingerprint, request),), form)
@@ -382,13 +374,15 @@ def silence(
         raise UsageError("give one ALERT, or --match for several; --starts-in goes with --match")
     with _control_client(server, needs="control") as client:
         if not match:
-            request = AckRequest(by=by or user(), reason=reason, silence_seconds=hours * 3600.0)
+            request = views.AckRequest(
+                by=by or user(), reason=reason, silence_seconds=hours * 3600.0
+            )
             fingerprint = _fingerprint(client, alert, run)
             _write_alerts((client.ack_alert(fingerprint, request),), form)
             return
         matchers = (*match, f"run={find_run(client, run).run_id}") if run else tuple(match)
         view = client.silence(
-            SilenceRequest(
+            views.SilenceRequest(
                 matchers=matchers,
                 by=by or user(),
                 reason=reason,
@@ -402,7 +396,7 @@ def silence(
 def list_silences(*, server: CollectorOptions, form: Form = Format.TABLE) -> None:
     """List current and future silences."""
     with _control_client(server, needs="read") as client:
-        _write_silences(client.ask(SilencesQuestion()), form)
+        _write_silences(client.ask(views.SilencesQuestion()), form)
 
 
 def unsilence(
@@ -414,12 +408,13 @@ def unsilence(
     form: Form = Format.TABLE,
 ) -> None:
     """End a silence now. Alerts it hid that still fire are sent within a minute."""
-    request = EndSilenceRequest(by=by or user(), reason=reason)
+    request = views.EndSilenceRequest(by=by or user(), reason=reason)
     with _control_client(server, needs="control") as client:
         _write_silences((client.end_silence(number, request),), form)
 
 
-def _write_silences(views: tuple[SilenceView, ...], form: Format) -> None:
+def _write_silences(listed: tuple[views.SilenceView, ...], form: Format) -> None:
+    """Print a table of silences for ``vitals alerts``, or their JSON."""
     rows = [
         (
             v.id,
@@ -430,10 +425,10 @@ def _write_silences(views: tuple[SilenceView, ...], form: Format) -> None:
             v.reason,
             v.num_firing,
         )
-        for v in views
+        for v in listed
     ]
     header = ("number", "matchers", "starts", "ends", "by", "reason", "silenced now")
-    write_table(header, rows, form, body=views)
+    write_table(header, rows, form, body=listed)
 
 
 def send_test_messages(
@@ -471,7 +466,7 @@ def send_test_messages(
 
 
 def _fingerprint(client: CollectorClient, alert: str, run: str) -> str:
-    """Return the fingerprint of an alert given by name or by fingerprint.
+    """Return the fingerprint of an alert that ``vitals alerts`` got by name or by fingerprint.
 
     Raises:
         UsageError: several open alerts have the name.
@@ -480,23 +475,24 @@ def _fingerprint(client: CollectorClient, alert: str, run: str) -> str:
         return alert
     named = [view for view in _alerts_of(client, run, "") if view.title == alert]
     open_alerts = [view for view in named if view.state != "resolved"]
-    views = open_alerts or named
-    if len(views) == 1 or (views and not open_alerts):
-        return views[0].fingerprint  # the newest one
-    if not views:
+    matches = open_alerts or named
+    if len(matches) == 1 or (matches and not open_alerts):
+        return matches[0].fingerprint  # the newest one
+    if not matches:
         raise UsageError(
             f"there is no alert {alert!r}", hint="`vitals alerts list` shows names and fingerprints"
         )
-    runs = sorted({view.run_id for view in views})
+    runs = sorted({view.run_id for view in matches})
     raise UsageError(
-        f"{len(views)} alerts are called {alert!r}",
+        f"{len(matches)} alerts are called {alert!r}",
         hint=f"name the run: --run {runs[0]}"
         if len(runs) > 1
-        else "give the fingerprint: " + " or ".join(view.fingerprint for view in views[:4]),
+        else "give the fingerprint: " + " or ".join(view.fingerprint for view in matches[:4]),
     )
 
 
-def _write_alerts(views: tuple[AlertView, ...], form: Format) -> None:
+def _write_alerts(listed: tuple[views.AlertView, ...], form: Format) -> None:
+    """Print a table of alerts for ``vitals alerts``, or their JSON."""
     rows = [
         (
             v.fingerprint,
@@ -509,25 +505,25 @@ def _write_alerts(views: tuple[AlertView, ...], form: Format) -> None:
             v.acknowledged_by or (f"silenced: {v.silence_reason}" if v.silence_reason else ""),
             v.summary,
         )
-        for v in views
+        for v in listed
     ]
     header = (
         "fingerprint", "severity", "state", "alert", "run", "step", "since", "handled", "summary",
     )  # fmt: skip
-    write_table(header, rows, form, body=views)
+    write_table(header, rows, form, body=listed)
 
 
 # -------------------------------------------------------------------------------------- helpers
 
 
 def _default_folder(server: CollectorOptions) -> Path | None:
-    """Return the directory to read, if no collector was given and this user has none."""
+    """Return the directory that a command reads if no collector was given or is known."""
     return None if known_collector(server.collector) is not None else find_vitals_dir()
 
 
 @contextlib.contextmanager
 def _control_client(server: CollectorOptions, *, needs: str) -> Iterator[CollectorClient]:
-    """Give a client with the token that the call needs; it never comes from the command line."""
+    """Give a client with the token for a command; it never comes from the command line."""
     address = known_collector(server.collector, server.token_file)
     if address is None:
         raise UsageError(

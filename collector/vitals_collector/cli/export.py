@@ -10,15 +10,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from trainvitals import views
 from trainvitals.cli.output import Format, write_rows
 from trainvitals.errors import StorageError, UsageError
-from trainvitals.views import (
-    MAX_POINTS,
-    RunQuestion,
-    RunSummary,
-    SeriesQuestion,
-    TableQuestion,
-)
 from vitals_collector.cli.opening import CollectorOptions, RunChoice
 from vitals_collector.cli.writing import parquet_file, replace_atomically, write_parquet
 from vitals_collector.queries.open import Reader
@@ -68,25 +62,27 @@ def export(
 
 
 def _iter_column_chunks(
-    reader: Reader, summary: RunSummary, stream: ExportStream
+    reader: Reader, summary: views.RunSummary, stream: ExportStream
 ) -> Iterator[Columns]:
+    """Yield the columns of a stream of a run for ``vitals export``, in parts."""
     if stream == "steps" or stream == "ranks":
         yield from _iter_table_chunks(reader, summary, stream)
         return
-    metrics = reader.ask(RunQuestion(run_id=summary.run_id)).metrics
+    metrics = reader.ask(views.RunQuestion(run_id=summary.run_id)).metrics
     for metric in metrics:
         if metric.startswith(f"{stream}."):
             yield from _iter_series_chunks(reader, summary, metric)
 
 
 def _iter_table_chunks(
-    reader: Reader, summary: RunSummary, table: Literal["steps", "ranks"]
+    reader: Reader, summary: views.RunSummary, table: Literal["steps", "ranks"]
 ) -> Iterator[Columns]:
+    """Yield the exported columns of a run's table, in parts of some steps."""
     names: tuple[str, ...] = ()
 
     def ask(first: int, last: int) -> Columns | None:
         nonlocal names
-        question = TableQuestion(
+        question = views.TableQuestion(
             table=table,
             run_id=summary.run_id,
             columns=names,
@@ -102,16 +98,19 @@ def _iter_table_chunks(
     yield from _query_in_parts(ask, summary.last_step)
 
 
-def _iter_series_chunks(reader: Reader, summary: RunSummary, metric: str) -> Iterator[Columns]:
+def _iter_series_chunks(
+    reader: Reader, summary: views.RunSummary, metric: str
+) -> Iterator[Columns]:
+    """Yield the exported columns of one metric, in parts of some steps."""
     stream, _, name = metric.partition(".")
 
     def ask(first: int, last: int) -> Columns | None:
         reply = reader.ask(
-            SeriesQuestion(
+            views.SeriesQuestion(
                 run_id=summary.run_id,
                 metric=metric,
                 branch="all",
-                points=MAX_POINTS,
+                points=views.MAX_POINTS,
                 from_step=first,
                 to_step=last,
             )
@@ -133,7 +132,7 @@ def _iter_series_chunks(reader: Reader, summary: RunSummary, metric: str) -> Ite
 
 
 def _query_in_parts(ask: Callable[[int, int], Columns | None], last_step: int) -> Iterator[Columns]:
-    """Yield the columns in parts, each with as many steps as a response can hold in full."""
+    """Yield exported columns in parts, each with as many steps as a response holds in full."""
     first, num_steps = -1, _ROWS // 2  # values from before the first step have step -1
     while first == -1 or first <= last_step:
         last = first + num_steps - 1
@@ -157,6 +156,7 @@ def _num_rows(columns: Columns) -> int:
 
 
 def _write_csv(stretches: Iterator[Columns], to: Any) -> None:
+    """Write exported columns as CSV, with one header."""
     is_first = True
     for columns in stretches:
         rows = zip(*columns.values(), strict=True)
@@ -172,7 +172,7 @@ def _arrow_type(arrow: Any, name: str, values: Sequence[object]) -> Any:
 
 
 def _check_output_path(path: Path, *, force: bool) -> Path:
-    """Return the path of a file that does not exist, or may be overwritten."""
+    """Return the path to export to: it does not exist, or may be overwritten."""
     if path.exists() and not force:
         raise UsageError(
             f"{path} exists", hint="write to another file, or overwrite it with --force"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
@@ -21,8 +21,8 @@ from trainvitals.printable import printable
 from trainvitals.units import humanize, humanize_count
 from trainvitals.views import RunsQuestion, RunSummary
 from vitals_collector.cli.opening import CollectorOptions, RunChoice, as_folder
+from vitals_collector.cli.progress import ProgressReader, RunProgress
 from vitals_collector.queries.open import OpenedReader, open_folder
-from vitals_collector.queries.progress import ProgressReader, RunProgress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,25 +36,10 @@ RESTART_SECONDS = 30.0
 T = TypeVar("T")
 
 
-class ProgressDisplay(Protocol):
-    """Output for a run's progress."""
-
-    def show(self, progress: RunProgress) -> None:
-        """Show the current progress."""
-        ...
-
-    def say(self, line: str) -> None:
-        """Write a permanent line."""
-        ...
-
-
 def follow(choice: RunChoice, server: CollectorOptions, *, every: int) -> None:
-    """Show the run until it ends, or until Ctrl-C.
+    """Run ``vitals tail --follow`` until the run ends, or until Ctrl-C.
 
-    Args:
-        choice: the run, which may not exist yet.
-        server: the collector to query, unless the run is in a directory.
-        every: steps between two lines if stdout is not a terminal.
+    If stdout is not a terminal, ``every`` is the number of steps between two lines.
     """
     display = _build_display(every)
     with (
@@ -67,13 +52,13 @@ def follow(choice: RunChoice, server: CollectorOptions, *, every: int) -> None:
 def _follow_run(
     reader: ProgressReader,
     refresh: Callable[[], object],
-    display: ProgressDisplay,
+    display: "ProgressLines | LivePanel",
     *,
     sleep: Callable[[float], None] = time.sleep,
     time_ns: Callable[[], int] = time.time_ns,
     cpu_seconds: Callable[[], float] = time.process_time,
 ) -> None:
-    """Poll a run and show its progress until it has ended permanently."""
+    """Poll a run for ``vitals tail --follow``; show its progress until it ended permanently."""
     ending, is_titled = RunEndCondition(), False
     while True:
         began = cpu_seconds()
@@ -107,7 +92,7 @@ class RunEndCondition:
     """Whether the run was first found down at the previous poll."""
 
     def reached(self, summary: RunSummary, now_ns: int) -> bool:
-        """Return whether it has ended. torchrun and schedulers restart failed runs."""
+        """Return whether a followed run has ended. torchrun and schedulers restart failed runs."""
         self.is_new = False
         if summary.state == "running":
             self.down_since_ns = None
@@ -120,14 +105,11 @@ class RunEndCondition:
         return now_ns - down_since_ns >= RESTART_SECONDS * 1e9
 
 
-# ----------------------------------------------------------------------------- finding the run
-
-
 @contextlib.contextmanager
 def open_followed_run(
     choice: RunChoice, server: CollectorOptions
 ) -> Iterator[tuple[OpenedReader, str]]:
-    """Provide the run's reader, once it has data."""
+    """Provide the reader of the run that a command follows, once it has data."""
     folder, run = as_folder(choice.run, choice.folder)
     address = find_collector(server.collector, server.token_file) if folder is None else None
     if address is not None:
@@ -147,13 +129,13 @@ def open_followed_run(
 
 
 def run_of(client: CollectorClient, address: CollectorAddress, run: str) -> str:
-    """Return the id of the run to follow, once the collector has one."""
+    """Return the id of the run that a command follows, once the collector has one."""
     waits = f"waiting for a run: the collector at {address.url} has none yet"
     return choose_run(_wait_for(lambda: client.ask(RunsQuestion()), waits), run).run_id
 
 
 def run_dir_of(run: str, folder: Path | None) -> RunDir:
-    """Return the directory of the run to follow, once it exists."""
+    """Return the directory of the run that a command follows, once it exists."""
     where = folder or Path(os.environ.get("VITALS_DIR") or DEFAULT_DIR)
 
     def find() -> RunDir | None:
@@ -164,7 +146,7 @@ def run_dir_of(run: str, folder: Path | None) -> RunDir:
 
 
 def _run_dir(folder: Path, run: str) -> RunDir | None:
-    """Return the requested run; None while there is none.
+    """Return the directory of the run that a command names; None while there is none.
 
     Raises:
         UsageError: it is a file, or none of its runs matches.
@@ -187,6 +169,7 @@ class _NamedRunDir:
 
     @property
     def name(self) -> str:
+        """Return the name of the run in this directory; "" without one."""
         try:
             info = self.run_dir.info()
         except (VitalsError, OSError):
@@ -205,10 +188,8 @@ def _wait_for(find: Callable[[], T | None], text: str) -> T:
     return result
 
 
-# -------------------------------------------------------------------------------- display
-
-
-def _build_display(every: int) -> ProgressDisplay:
+def _build_display(every: int) -> "ProgressLines | LivePanel":
+    """Return the display of ``vitals tail --follow``: a panel in a terminal, lines in a pipe."""
     if not sys.stdout.isatty():
         return ProgressLines(every)
     from rich.console import Console
@@ -225,7 +206,7 @@ class ProgressLines:
         self._shown = 0, -1
 
     def show(self, progress: RunProgress) -> None:
-        """Write a line after enough steps, a rollback, or the start of another attempt."""
+        """Print ``vitals tail``'s line after enough steps, a rollback, or a new attempt's start."""
         attempt, last = self._shown
         is_soon = attempt == progress.attempt and progress.step < last + self._every
         if progress.step < 0 or is_soon:
@@ -234,13 +215,13 @@ class ProgressLines:
         self.say("  ".join(_status_texts(progress)))
 
     def say(self, line: str) -> None:
-        """Write the line."""
+        """Write the line to stdout, for ``vitals tail --follow``."""
         sys.stdout.write(printable(line) + "\n")
         sys.stdout.flush()
 
 
 def _status_texts(progress: RunProgress) -> list[str]:
-    """Return the latest step's values and the run's health, for one line."""
+    """Return the latest step's values and the run's health, for a line of ``vitals tail``."""
     values = _value_texts(progress)
     speed = values.pop("speed", "")
     named = [f"{name} {text}" for name, text in values.items()]
@@ -248,7 +229,7 @@ def _status_texts(progress: RunProgress) -> list[str]:
 
 
 def _value_texts(progress: RunProgress) -> dict[str, str]:
-    """Return the values of the latest step as text, without those that were not measured."""
+    """Return the latest step's measured values as text, for ``vitals tail --follow``."""
     values = progress.values
     texts = {"step": f"{progress.step:,}"}
     for name, column in (("loss", "loss"), ("grad norm", "grad_norm"), ("lr", "learning_rate")):
@@ -267,6 +248,7 @@ def _value_texts(progress: RunProgress) -> dict[str, str]:
 
 
 def _format_number(value: float) -> str:
+    """Return a value of ``vitals tail --follow`` as text, also NaN and infinities."""
     if math.isfinite(value):
         return f"{value:.4g}"
     return "NaN" if math.isnan(value) else ("inf" if value > 0 else "-inf")
@@ -284,7 +266,7 @@ class LivePanel:
         self._drawn = ""
 
     def show(self, progress: RunProgress) -> None:
-        """Replace the previous panel."""
+        """Replace the previous panel of ``vitals tail --follow``."""
         from rich.panel import Panel
         from rich.table import Table
         from rich.text import Text
@@ -307,10 +289,11 @@ class LivePanel:
         self._redraw_panel("")
 
     def say(self, line: str) -> None:
-        """Write the line above the panel."""
+        """Write the line above the panel of ``vitals tail --follow``."""
         self._redraw_panel(printable(line) + "\n")
 
     def _redraw_panel(self, above: str) -> None:
+        """Erase the panel in the terminal, write the lines above, and draw it again."""
         erase = f"\x1b[{self._height}A\r\x1b[J" if self._height else ""
         sys.stdout.write(f"{erase}{above}{self._drawn}")
         sys.stdout.flush()
@@ -321,6 +304,7 @@ _STYLES = {"healthy": "green", "critical": "red", "unguarded": "red", "acting": 
 
 
 def _panel_title(summary: RunSummary) -> str:
+    """Return the title of ``vitals tail --follow``: the run, its mode, ranks and start."""
     ranks = humanize_count(summary.world_size, "rank")
     named = f"{summary.name} ({summary.run_id})" if summary.name else summary.run_id
     return (

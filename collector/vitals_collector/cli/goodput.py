@@ -92,11 +92,12 @@ def _reject_options(
 
 
 def _is_log(path: Path) -> bool:
-    """Return whether this is a file, or a directory without Vitals runs."""
+    """Return whether ``vitals goodput`` is given a file, or a directory without Vitals runs."""
     return path.is_file() or (path.is_dir() and not holds_runs(path))
 
 
 def _log_goodput_view(source: str, sums: Goodput) -> GoodputView:
+    """Return the goodput of a log in the form of a run's, for ``vitals goodput``."""
     return GoodputView(
         run_id="",
         name=source,
@@ -112,7 +113,7 @@ def _log_goodput_view(source: str, sums: Goodput) -> GoodputView:
 
 
 def _show_all(folder: Path | None, server: CollectorOptions, form: Format) -> None:
-    """Write the goodput of every run as a table."""
+    """Print the goodput of every run as a table, for ``vitals goodput --all``."""
     with server.open_all(folder) as opened:
         runs = opened.reader.ask(RunsQuestion())
         views = [opened.reader.ask(GoodputQuestion(run_id=run.run_id)) for run in runs]
@@ -137,6 +138,7 @@ def _show_all(folder: Path | None, server: CollectorOptions, form: Format) -> No
 
 
 def _write_goodput(view: GoodputView, form: Format) -> None:
+    """Print a run's time by bucket, its cost and its notes, for ``vitals goodput``."""
     if form is Format.JSON:
         write_json(view)
         return
@@ -167,10 +169,12 @@ def _wall_time_ns(view: GoodputView) -> int:
 
 
 def _seconds_cell(nanoseconds: int, is_csv: bool) -> object:
+    """Return a duration as a cell of ``vitals goodput``: seconds in CSV, otherwise with a unit."""
     return nanoseconds / 1e9 if is_csv else humanize_seconds(nanoseconds / 1e9)
 
 
 def _bucket_cell(view: GoodputView, bucket: Bucket, is_csv: bool) -> object:
+    """Return a bucket's time as a cell of ``vitals goodput``: seconds in CSV, otherwise a share."""
     taken, wall = view.nanoseconds.get(bucket, 0), _wall_time_ns(view)
     if is_csv:
         return taken / 1e9
@@ -178,10 +182,12 @@ def _bucket_cell(view: GoodputView, bucket: Bucket, is_csv: bool) -> object:
 
 
 def _ratio_cell(ratio: float | None, is_csv: bool) -> object:
+    """Return a ratio as a cell of ``vitals goodput``: a number in CSV, otherwise a percentage."""
     if ratio is None or is_csv:
         return ratio
     return f"{100 * ratio:.1f} %"
 
 
 def _round_or_none(value: float | None) -> object:
+    """Return a number of ``vitals goodput`` with four significant digits; None stays."""
     return None if value is None else float(f"{value:.4g}")

@@ -32,13 +32,13 @@ class CollectorOptions:
 
     @contextlib.contextmanager
     def open(self, choice: RunChoice) -> Iterator[tuple[OpenedReader, RunSummary]]:
-        """Open the run; a run in a directory is read without a server."""
+        """Open the run that a command names; one in a directory is read without a server."""
         folder, run = as_folder(choice.run, choice.folder)
         with self.open_all(folder) as opened:
             yield opened, choose_run(opened, run)
 
     def open_all(self, folder: Path | None) -> contextlib.AbstractContextManager[OpenedReader]:
-        """Open all runs of the directory, or of the collector if there is no directory."""
+        """Open all runs of a command's directory, or of the collector without one."""
         return open_reader(folder, collector=self.collector, token_file=self.token_file)
 
 
@@ -54,13 +54,13 @@ def as_folder(run: str, folder: Path | None) -> tuple[Path | None, str]:
 
 
 def warn_of_unreadable(unreadable: Mapping[str, str]) -> None:
-    """Print on stderr which runs cannot be read, and why."""
+    """Print on stderr which runs a command cannot read, and why."""
     for run_id, why in sorted(unreadable.items()):
         typer.echo(f"warning: run {run_id} cannot be read: {printable(why)}", err=True)
 
 
 def choose_run(opened: OpenedReader, run: str) -> RunSummary:
-    """Return the requested run; "" is the latest one.
+    """Return the run that a command's argument names; "" is the latest one.
 
     Raises:
         UsageError: no run matches, or the start of an id matches several.

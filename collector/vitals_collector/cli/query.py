@@ -88,7 +88,7 @@ def query(
 
 
 def _table_notes(reply: TableReply, table: str) -> Iterator[str]:
-    """Yield notes on the rows: those left out, and those that look the same."""
+    """Yield notes of `vitals query` on its rows: those left out, and those that look the same."""
     num = len(reply.data[0]) if reply.data else 0
     if num < reply.num_total:
         yield f"{num} of {reply.num_total} rows; --limit {reply.num_total} has all"

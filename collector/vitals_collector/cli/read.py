@@ -15,9 +15,9 @@ from trainvitals.io.rundir import RunDir, is_run_id
 from trainvitals.views import RunsQuestion
 from vitals_collector.cli.follow import follow as show_progress
 from vitals_collector.cli.opening import CollectorOptions, RunChoice, warn_of_unreadable
+from vitals_collector.cli.tail import StepTail
 from vitals_collector.cli.writing import TableFormat, TableOutput
 from vitals_collector.queries.open import OpenedReader
-from vitals_collector.queries.tail import StepTail
 
 _RUN_COLUMNS = (
     *("run", "name", "state", "health", "step", "loss"),
@@ -58,7 +58,7 @@ def list_runs(
 
 
 def _runs_without_rows(opened: OpenedReader, listed: Collection[str]) -> dict[str, str]:
-    """Return the directory's runs without any rows to show, with a message for each."""
+    """Return the runs that `vitals runs` lists without any rows, with a message for each."""
     folder = opened.folder
     if folder is None:
         return {}
@@ -106,7 +106,7 @@ def why(
                 row.source,
                 row.attempt,
                 *(row.values.get(name) for name in names),
-                *_nonfinite_cell(row),
+                " ".join(row.nonfinite),
             )
             for row in view.rows
         ]
@@ -160,8 +160,3 @@ def tail(
             time.sleep(1.0)
             opened.refresh()
             summary = shown.write_new_steps()
-
-
-def _nonfinite_cell(row: object) -> tuple[str]:
-    """Return the non-finite values of a step as one table cell."""
-    return (" ".join(getattr(row, "nonfinite", ())),)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from vitals_collector.cli.writing import write_file
 if TYPE_CHECKING:
     from trainvitals.judged_log import JudgedStep
     from trainvitals.policy import JudgeConfig
-    from trainvitals.records import Decision, StateRead
+    from trainvitals.records import StateRead
 
 _EPISODE_ROWS = 20
 """Findings of one kind within this number of rows are one line of the table."""
@@ -89,18 +88,18 @@ class ReplayLogOptions:
     ] = None
 
     def columns(self) -> dict[str, str | None]:
-        """Return the options that name a column."""
+        """Return the options of `vitals replay` that name a log's column."""
         names = list(self.__dataclass_fields__)
         return {name: getattr(self, name) for name in names[names.index("step") :]}
 
     def log_option_names(self) -> list[str]:
-        """Return the given options that apply only to a log."""
+        """Return the given options of `vitals replay` that apply only to a log."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         names = [name for name, value in values.items() if value not in (None, False)]
         return [f"--{name.replace('_', '-')}" for name in names if name != "config"]
 
     def read(self, log: Path) -> tuple[Any, Any]:
-        """Return the log's history and its settings."""
+        """Return the log that a command names, and its settings."""
         importers = load_plugin("importers")
         history = importers.read_history(log, importers.ColumnChoice(**self.columns()))
         assumed = importers.Assumed(
@@ -146,6 +145,7 @@ def replay(
 
 
 def _reject_log_options(named: Sequence[str]) -> None:
+    """Refuse options of a log if `vitals replay` is given a run."""
     if named:
         raise UsageError(
             f"{', '.join(named)} apply only to a log; a run has these recorded",
@@ -154,7 +154,7 @@ def _reject_log_options(named: Sequence[str]) -> None:
 
 
 def _is_path(path: Path) -> bool:
-    """Return whether this is a path, not a run's name.
+    """Return whether `vitals replay` is given a path, not a run's name.
 
     Raises:
         UsageError: it can only be a path, and does not exist.
@@ -167,7 +167,7 @@ def _is_path(path: Path) -> bool:
 
 
 def _load_judge_settings(config: Path | None) -> "JudgeConfig":
-    """Return the settings of a run started here, with ``config`` instead of its settings file."""
+    """Return settings to replay with: a run's started here, ``config`` as its settings file."""
     from trainvitals.policy import load_judge_config
 
     environ = dict(os.environ)
@@ -187,6 +187,7 @@ def _replay_run(
     plot: Path | None,
     form: ReportFormat,
 ) -> None:
+    """Replay the stored run that a command names, and print what the judge decides."""
     from vitals_collector.cli.opening import choose_run
     from vitals_collector.ingest.folder import FolderIngest
     from vitals_collector.queries.open import OpenedReader
@@ -214,18 +215,19 @@ def _replay_run(
     _write_judged_steps(judged_steps, done.document(), form)
     differences = done.differences()
     for line in (*differences, *done.missing()):
-        _print_to_stderr(line)
-    _print_to_stderr(
+        typer.echo(line, err=True)
+    typer.echo(
         f"{name}: {humanize_count(len(done.records), 'step')}, "
         f"{humanize_count(len(done.decisions), 'decision')}: "
-        + ("not as recorded" if differences else "all as recorded")
+        + ("not as recorded" if differences else "all as recorded"),
+        err=True,
     )
     if differences:
         raise typer.Exit(1)
 
 
 def find_vitals_dir() -> Path | None:
-    """Return the directory of runs that VITALS_DIR names, or the one in the working directory."""
+    """Return the directory of runs for a command: VITALS_DIR's, or the working directory's one."""
     folder = Path(os.environ.get("VITALS_DIR") or DEFAULT_DIR)
     return folder if folder.is_dir() else None
 
@@ -234,12 +236,13 @@ def find_vitals_dir() -> Path | None:
 
 
 def _replay_history(history: Any, assumed: Any, plot: Path | None, form: ReportFormat) -> None:
+    """Replay a log that a command names, and print what the judge would decide."""
     from trainvitals.judged_log import export_judged_steps, judge_history
 
     importers = load_plugin("importers")
     assumptions = importers.assumptions(history, assumed)
     for line in (importers.about(history), *assumptions, *history.notes):
-        _print_to_stderr(printable(line))
+        typer.echo(printable(line), err=True)
     every = list(
         judge_history(
             history.steps,
@@ -259,7 +262,7 @@ def _replay_history(history: Any, assumed: Any, plot: Path | None, form: ReportF
         or judged.judgement.decision is not None
     ]
     _write_judged_steps(judged_steps, export_judged_steps(judged_steps), form)
-    _print_to_stderr(_counts_line(judged_steps))
+    typer.echo(_counts_line(judged_steps), err=True)
 
 
 def _counts_line(judged_steps: "Sequence[JudgedStep]") -> str:
@@ -271,17 +274,13 @@ def _counts_line(judged_steps: "Sequence[JudgedStep]") -> str:
         if judged.judgement.decision is not None
     )
     actions = ", ".join(f"{times} {action}" for action, times in counts.items())
+    num = sum(len(judged.judgement.readings) for judged in judged_steps)
+    probes = f"; the probe would run {humanize_count(num, 'time')}" if num else ""
     return (
         f"{humanize_count(findings['actionable'], 'actionable finding')}, "
         f"{findings['advisory']} advisory; {humanize_count(counts.total(), 'decision')}"
-        f"{': ' if actions else ''}{actions}{_probes_text(judged_steps)}"
+        f"{': ' if actions else ''}{actions}{probes}"
     )
-
-
-def _probes_text(judged_steps: "Sequence[JudgedStep]") -> str:
-    """Return the number of probes in a replayed log as text; empty for none."""
-    num = sum(len(judged.judgement.readings) for judged in judged_steps)
-    return f"; the probe would run {humanize_count(num, 'time')}" if num else ""
 
 
 # ------------------------------------------------------------------------------------- writing
@@ -290,6 +289,7 @@ def _probes_text(judged_steps: "Sequence[JudgedStep]") -> str:
 def _write_judged_steps(
     judged_steps: "Sequence[JudgedStep]", body: dict[str, Any], form: ReportFormat
 ) -> None:
+    """Print the findings and decisions of `vitals replay` as a table or JSON."""
     if form == "json":
         write_json(body)
         return
@@ -299,7 +299,9 @@ def _write_judged_steps(
 
 
 def _replay_table_rows(judged_steps: "Sequence[JudgedStep]") -> list[tuple[object, ...]]:
-    """Return the table's lines: repeated entries are one line with their count."""
+    """Return the lines of `vitals replay`: repeated entries are one line with their count."""
+    from trainvitals.judged_log import is_prevented_by_healthy_probe
+
     open_at: dict[str, list[Any]] = {}
     lines: list[list[Any]] = []
     for judged in judged_steps:
@@ -314,7 +316,9 @@ def _replay_table_rows(judged_steps: "Sequence[JudgedStep]") -> list[tuple[objec
                 (
                     f"decision {decision.action}",
                     decision.step,
-                    _probe_cell(decision),
+                    "could rule it out"
+                    if is_prevented_by_healthy_probe(decision)
+                    else "not needed",
                     decision.reason,
                 )
             )
@@ -345,19 +349,10 @@ def _reading_cells(read: "StateRead") -> tuple[str, str]:
     )
 
 
-def _probe_cell(decision: "Decision") -> str:
-    from trainvitals.judged_log import is_prevented_by_healthy_probe
-
-    return "could rule it out" if is_prevented_by_healthy_probe(decision) else "not needed"
-
-
 def _draw_plot(judged_steps: "Sequence[JudgedStep]", plot: Path, title: str) -> None:
+    """Write the SVG plot of `vitals replay`: the curves of judged steps, with marks."""
     from vitals_collector.report.curves import judged_curves, judged_marks
     from vitals_collector.report.svg_plot import curves_file
 
     drawn = curves_file(title, judged_curves(judged_steps), judged_marks(judged_steps))
     write_file(plot, drawn.encode(), force=True)
-
-
-def _print_to_stderr(text: str) -> None:
-    sys.stderr.write(text + "\n")

@@ -2,44 +2,22 @@
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, TextIO
 
 import typer
 
+from trainvitals import views
 from trainvitals.cli.output import Format, format_time, write_json, write_rows
 from trainvitals.document.blocks import TableBlock
 from trainvitals.document.incident import verdict_facts
 from trainvitals.errors import UsageError
 from trainvitals.units import humanize_count
-from trainvitals.views import (
-    CheckpointsQuestion,
-    DecisionsQuestion,
-    DecisionView,
-    EventsQuestion,
-    EventView,
-    FindingsQuestion,
-    FindingView,
-    RunDetail,
-    RunQuestion,
-    RunSummary,
-    RunVolume,
-    SeriesQuestion,
-    SeriesReply,
-    StepQuestion,
-    VerdictQuestion,
-    VerdictView,
-)
 from vitals_collector.cli.opening import CollectorOptions, RunChoice
 from vitals_collector.cli.writing import TableFormat, TableOutput
 from vitals_collector.queries.open import Reader
-from vitals_collector.queries.user_alerts import UserAlertEpisode, user_alert_episodes
-from vitals_collector.report.run_tables import (
-    checkpoint_table,
-    decision_table,
-    event_table,
-    run_facts,
-)
+from vitals_collector.queries.user_alerts import user_alert_episodes
+from vitals_collector.report import run_tables
 
 MAX_EVENTS = 20
 """Maximum number of latest events that ``show`` prints; ``--format json`` has all."""
@@ -74,7 +52,9 @@ def show(
     with server.open(choice) as (opened, summary):
         if metric:
             series = opened.reader.ask(
-                SeriesQuestion(run_id=summary.run_id, metric=metric, source=source, points=points)
+                views.SeriesQuestion(
+                    run_id=summary.run_id, metric=metric, source=source, points=points
+                )
             )
             out.write(_series_columns(series, out.form), body=series)
             return
@@ -82,7 +62,8 @@ def show(
             write_run(opened.reader, summary.run_id, out.form, to, names=names)
 
 
-def _series_columns(series: SeriesReply, form: TableFormat) -> dict[str, Sequence[object]]:
+def _series_columns(series: views.SeriesReply, form: TableFormat) -> dict[str, Sequence[object]]:
+    """Return the columns of `vitals show --metric`: one curve's values with steps and times."""
     marks = {(mark.step, mark.attempt): mark.kind for mark in series.nonfinite}
     points = zip(series.step, series.attempt, series.value, strict=True)
     values = [marks.get((s, a), "nan") if value is None else value for s, a, value in points]
@@ -97,18 +78,18 @@ def _series_columns(series: SeriesReply, form: TableFormat) -> dict[str, Sequenc
 def write_run(
     reader: Reader, run_id: str, form: TableFormat, to: TextIO, *, names: bool = False
 ) -> None:
-    """Write all data of a run except its curves' values; ``names`` lists all series."""
-    detail = reader.ask(RunQuestion(run_id=run_id))
-    ledger = reader.ask(DecisionsQuestion(run_id=run_id))
-    saved = reader.ask(CheckpointsQuestion(run_id=run_id))
-    events = reader.ask(EventsQuestion(run_id=run_id))
-    findings = reader.ask(FindingsQuestion(run_id=run_id))
-    verdict = reader.ask(VerdictQuestion(run_id=run_id)).verdict
+    """Write a run's data for `vitals show` except its curves' values; ``names`` lists series."""
+    detail = reader.ask(views.RunQuestion(run_id=run_id))
+    ledger = reader.ask(views.DecisionsQuestion(run_id=run_id))
+    saved = reader.ask(views.CheckpointsQuestion(run_id=run_id))
+    events = reader.ask(views.EventsQuestion(run_id=run_id))
+    findings = reader.ask(views.FindingsQuestion(run_id=run_id))
+    verdict = reader.ask(views.VerdictQuestion(run_id=run_id)).verdict
     if form is TableFormat.JSON:
         body = {"run": detail, "verdict": verdict, "decisions": ledger, "checkpoints": saved}
         write_json({**body, "events": events}, to=to)
         return
-    facts = run_facts(detail, ledger, _learning_rates(reader, detail.summary))
+    facts = run_tables.run_facts(detail, ledger, _learning_rates(reader, detail.summary))
     facts += _volume_rows(detail.volume)
     facts.append(
         ("series", ", ".join(detail.metrics) if names else _series_count_text(detail.metrics))
@@ -119,24 +100,22 @@ def write_run(
         return
     to.write("\n" + "".join(f"{line}\n" for line in _curve_plots(reader, detail, ledger, to)))
     attempts = [(a.ordinal, a.fork_step, a.last_step, a.reason) for a in detail.attempts]
-    decided = decision_table(ledger)
+    decided = run_tables.decision_table(ledger)
     width = decided.header.index("reason") + 1  # the last column, which is never cut
     tables = [
         TableBlock(("attempt", "from step", "to step", "reason"), attempts),
         TableBlock(decided.header[:width], [row[:width] for row in decided.rows]),
-        *_waited(findings),
-        *_trace_table(events),
-        *_user_alert_table(user_alert_episodes(view.finding for view in findings)),
-        checkpoint_table(saved),
-        event_table(events[-MAX_EVENTS:]),
+        *(table for table in _waits_traces_and_alerts(findings, events) if table.rows),
+        run_tables.checkpoint_table(saved),
+        run_tables.event_table(events[-MAX_EVENTS:]),
     ]
     for table in tables:
         to.write("\n")
         write_rows(table.header, table.rows, Format.TABLE, to=to)
 
 
-def verdict_rows(verdict: VerdictView) -> list[tuple[str, object]]:
-    """Return the rows of the verdict; none for a run without an incident."""
+def verdict_rows(verdict: views.VerdictView) -> list[tuple[str, object]]:
+    """Return the verdict's rows for `vitals show`; none for a run without an incident."""
     if not verdict.incident_id:
         return []
     facts = verdict_facts(verdict).pairs
@@ -147,41 +126,35 @@ def verdict_rows(verdict: VerdictView) -> list[tuple[str, object]]:
     ]
 
 
-def _waited(findings: Sequence[FindingView]) -> list[TableBlock]:
-    """Return the table of waits and hangs in ``vitals show``; empty without any."""
-    waits = [view for view in findings if view.finding.kind in ("waiting", "hang")]
-    rows = [
+def _waits_traces_and_alerts(
+    findings: Sequence[views.FindingView], events: Sequence[views.EventView]
+) -> Iterator[TableBlock]:
+    """Yield the tables of waits and hangs, of traces, and of custom alerts; some may be empty."""
+    waits = [
         (
             format_time(v.time_unix_ns),
             v.finding.step,
             "yes" if v.finding.kind == "hang" else "no",
             v.finding.reason,
         )
-        for v in waits[-MAX_EVENTS:]
+        for v in findings
+        if v.finding.kind in ("waiting", "hang")
     ]
-    return [TableBlock(("time", "step", "paged", "blocking rank"), rows)] if rows else []
-
-
-def _trace_table(events: Sequence[EventView]) -> list[TableBlock]:
-    """Return the table of traces; empty without any."""
-    rows = [(e.source, e.step, e.profile) for e in events if e.profile]
-    return [TableBlock(("profiled", "until step", "trace"), rows[-MAX_EVENTS:])] if rows else []
-
-
-def _user_alert_table(alerts: Sequence[UserAlertEpisode]) -> list[TableBlock]:
-    """Return the table of custom alerts; empty without any."""
-    header = ("your alert", "severity", "from step", "to step", "ranks", "what it said last")
-    rows = [
+    yield TableBlock(("time", "step", "paged", "blocking rank"), waits[-MAX_EVENTS:])
+    traces = [(e.source, e.step, e.profile) for e in events if e.profile]
+    yield TableBlock(("profiled", "until step", "trace"), traces[-MAX_EVENTS:])
+    alerts = [
         (a.newest.cause, a.newest.severity, a.first, a.last, a.where, a.newest.reason)
-        for a in alerts
+        for a in user_alert_episodes(view.finding for view in findings)
     ]
-    return [TableBlock(header, rows)] if rows else []
+    header = ("your alert", "severity", "from step", "to step", "ranks", "what it said last")
+    yield TableBlock(header, alerts)
 
 
 def _curve_plots(
-    reader: Reader, detail: RunDetail, ledger: Sequence[DecisionView], to: TextIO
+    reader: Reader, detail: views.RunDetail, ledger: Sequence[views.DecisionView], to: TextIO
 ) -> list[str]:
-    """Return the plots of a run's curves, as wide as the terminal."""
+    """Return the plots of a run's curves for `vitals show`, as wide as the terminal."""
     from vitals_collector.report import curves, text_plot
 
     marks = curves.decision_marks(ledger)
@@ -198,7 +171,7 @@ def _curve_plots(
 
 
 def can_encode(to: TextIO, text: str) -> bool:
-    """Return whether the encoding of an output stream has all characters of a text."""
+    """Return whether the encoding of a command's output has all characters of a text."""
     try:
         text.encode(to.encoding or "utf-8")
     except (UnicodeEncodeError, LookupError):
@@ -207,17 +180,19 @@ def can_encode(to: TextIO, text: str) -> bool:
 
 
 def _color_marks(line: str) -> str:
-    """Color the rows below an axis: orange and blue are safe for most color-blind users."""
+    """Color rows below a terminal plot: orange and blue, safe for most color-blind users."""
     name, bar, marks = line.partition("|")
     color = _COLORS.get(name.strip())
     return line if color is None else f"{name}{bar}{typer.style(marks, fg=color, bold=True)}"
 
 
 def _series_count_text(metrics: Sequence[str]) -> str:
+    """Return how many series a run has, for `vitals show`, and the option that lists them."""
     return f"{len(metrics)}; --series lists them" if metrics else ""
 
 
-def _volume_rows(volume: RunVolume | None) -> list[tuple[str, object]]:
+def _volume_rows(volume: views.RunVolume | None) -> list[tuple[str, object]]:
+    """Return the rows of `vitals show` on a run's bytes, its cap, and what was rolled up."""
     if volume is None:
         return []
     cap = f" of at most {volume.max_bytes}" if volume.max_bytes else ""
@@ -237,12 +212,12 @@ def _volume_rows(volume: RunVolume | None) -> list[tuple[str, object]]:
     return lines
 
 
-def _learning_rates(reader: Reader, run: RunSummary) -> str:
-    """Return the learning rates of all groups at the last step."""
+def _learning_rates(reader: Reader, run: views.RunSummary) -> str:
+    """Return the learning rates of all groups at the last step, for `vitals show`."""
     from vitals_collector.queries.why import learning_rates  # brings the store's packages
 
     if run.last_step < 0:
         return ""
-    rows = reader.ask(StepQuestion(run_id=run.run_id, step=run.last_step)).rows
+    rows = reader.ask(views.StepQuestion(run_id=run.run_id, step=run.last_step)).rows
     rank0_rows = [row for row in rows if row.source == "rank:0"]
     return learning_rates(rank0_rows[-1].values) if rank0_rows else ""

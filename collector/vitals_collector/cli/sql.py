@@ -69,7 +69,7 @@ def sql(
 
 
 def _lake_and_bucket(folder: Path, database: str) -> tuple[Path, str]:
-    """Return the lake's directory, and the bucket of its files, if any."""
+    """Return the lake's directory for `vitals sql`, and the bucket of its files, if any."""
     from vitals_collector.numbers.lake_engine import S3, known_bucket
     from vitals_collector.storage.store import LAKE_FOLDER, known_lake
 
@@ -93,7 +93,7 @@ def _lake_and_bucket(folder: Path, database: str) -> tuple[Path, str]:
 
 @contextlib.contextmanager
 def _exit_after(seconds: float, error: StorageError) -> Iterator[None]:
-    """End this process, which does nothing else, if the engine cannot be interrupted."""
+    """End `vitals sql`, which does nothing else, if the engine cannot be interrupted."""
 
     def end() -> None:
         os._exit(report(error))

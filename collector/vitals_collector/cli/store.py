@@ -5,7 +5,6 @@ use them. The collector may be running, except for `compact`.
 """
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ class StoreChoice:
 
     @contextmanager
     def open(self, *, with_rows: bool = True) -> "Iterator[Store]":
-        """Open the store; without its rows, it is not necessary to open the lake."""
+        """Open the store that a command names; without its rows, the lake need not be opened."""
         from vitals_collector.storage.store import DATABASE_FILE, open_data_store, open_store
 
         where = data_dir(self.data)
@@ -122,7 +121,7 @@ def size(
     write_table(header, rows, form, body={"store": whole, "runs": volumes})
     if form is Format.JSON:
         return
-    _print_to_stderr(f"{whole.where}: {whole.num_bytes} bytes, {whole.num_free} of them free")
+    typer.echo(f"{whole.where}: {whole.num_bytes} bytes, {whole.num_free} of them free", err=True)
 
 
 def check(*, choice: StoreChoice, form: Form = Format.TABLE) -> None:
@@ -139,7 +138,7 @@ def check(*, choice: StoreChoice, form: Form = Format.TABLE) -> None:
     rows = [(each.what, each.num_rows, " ".join(each.run_ids)) for each in damaged]
     header = tuple(name.replace("_", " ") for name in DamagedPart._fields)
     write_table(header, rows, form, body={"damaged": [each._asdict() for each in damaged]})
-    _print_to_stderr(f"everything was read; damaged: {len(damaged)}")
+    typer.echo(f"everything was read; damaged: {len(damaged)}", err=True)
     if damaged:
         raise typer.Exit(1)
 
@@ -168,8 +167,8 @@ def copy(
             "folder of the rows; restore with pg_restore --dbname=URL FILE",
         )
     result = backup(data_dir(choice.data), folder)
-    _print_to_stderr(
-        f"{result.folder}: {result.num_bytes} bytes, tables of version {result.version}"
+    typer.echo(
+        f"{result.folder}: {result.num_bytes} bytes, tables of version {result.version}", err=True
     )
 
 
@@ -186,9 +185,10 @@ def compact(*, choice: StoreChoice, cap_gb: CapGigabytes = 5.0) -> None:
         settings = VolumeSettings(max_run_bytes=round(cap_gb * 1e9))
         num_rows = LakeMaintenance(store, settings, clock=SystemClock(), pause=0.0).run_all()
         after = store_size(store)
-    _print_to_stderr(
+    typer.echo(
         f"{humanize_count(num_rows, 'row')} thinned; {before.num_bytes} bytes before, "
-        f"{after.num_bytes} now"
+        f"{after.num_bytes} now",
+        err=True,
     )
 
 
@@ -213,9 +213,10 @@ def delete(
         when = Liveness(now_unix_ns=time.time_ns(), lost_after_seconds=lost_after)
         with _disk_space_hint():
             deleted = removal.delete_run(store, run_id, by=user(), when=when)
-    _print_to_stderr(
+    typer.echo(
         f"run {deleted.run_id} removed: {deleted.num_bytes} bytes, which the collector gives back "
-        "within 10 minutes (`vitals store compact` at once)"
+        "within 10 minutes (`vitals store compact` at once)",
+        err=True,
     )
 
 
@@ -233,12 +234,12 @@ def pin(
     with choice.open() as store:
         run_id = find_run(store, run)
         pin(store, run_id, by=user(), now_unix_ns=time.time_ns(), is_kept=not off)
-    _print_to_stderr(f"run {run_id} is {'no longer ' if off else ''}kept indefinitely")
+    typer.echo(f"run {run_id} is {'no longer ' if off else ''}kept indefinitely", err=True)
 
 
 @contextmanager
 def _disk_space_hint() -> Iterator[None]:
-    """Add a hint to the error if there is not enough disk space even to delete the run."""
+    """Add a hint to `vitals store`'s error if the disk is too full even to delete the run."""
     from vitals_collector.numbers.interface import FULL
 
     try:
@@ -255,7 +256,7 @@ def _disk_space_hint() -> Iterator[None]:
 
 
 def data_dir(data: Path | None) -> Path:
-    """Return the collector's data directory: the given one, otherwise the default.
+    """Return the collector's data directory for a command: the given one, or the default.
 
     ``VITALS_COLLECTOR_URL`` may name it, as for commands that query a collector.
 
@@ -293,7 +294,7 @@ def _run_names(store: "Store") -> dict[str, str]:
 
 
 def find_run(store: "Store", id_or_name: str) -> str:
-    """Return the only run with that id, start of an id, or name."""
+    """Return the stored run that a command names: the only one with that id, its start, or name."""
     from vitals_collector.storage.store import UNKNOWN
 
     names = _run_names(store)
@@ -309,14 +310,10 @@ def find_run(store: "Store", id_or_name: str) -> str:
 
 
 def user() -> str:
-    """Return the user who runs this program, for the audit log."""
+    """Return the user who runs this command, for the audit log."""
     import getpass
 
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container's user may have no name
         return f"uid {os.getuid()}"
-
-
-def _print_to_stderr(text: str) -> None:
-    sys.stderr.write(text + "\n")

@@ -101,7 +101,7 @@ def create(
 
 
 def _run_of_name(store: "Store", name: str, owner: str) -> str:
-    """Return the id of the only run of that name; the error explains how to name a future run."""
+    """Return the only run's id for `vitals token`; the error explains how to name a future run."""
     from vitals_collector.storage.store import UNKNOWN
 
     try:
@@ -187,14 +187,14 @@ def revoke(*, token: TokenId, choice: StoreChoice) -> None:
 
 
 def _expiry_unix_ns(days: float, now_unix_ns: int) -> int:
-    """Return when a new token expires; 0 for never."""
+    """Return when a token of `vitals token` expires; 0 for never."""
     return now_unix_ns + int(days * _DAY_NS) if days else 0
 
 
 def _write_token_file(
     output: Path, secret: str, scopes: "list[str] | tuple[str, ...]", data: Path, *, is_new: bool
 ) -> None:
-    """Write a token file as clients read it, only for this user; never overwrite one."""
+    """Write `vitals token`'s file for clients, only for this user; never overwrite one."""
     from trainvitals.io.client import CollectorTokens, read_tokens
     from vitals_collector.api.app import TOKENS_FILE
 
@@ -216,6 +216,7 @@ def _write_token_file(
 
 
 def _print_token(token_id: str, owner: str, secret: str, output: Path | None) -> None:
+    """Print a token of `vitals token` once, or the file that it is in."""
     if output is None:
         sys.stdout.write(f"{secret}\n")
         sys.stderr.write(f"token {token_id} of {owner}: this is the only time it is shown\n")

@@ -44,7 +44,7 @@ class TableOutput:
     force: Force = False
 
     def write(self, columns: Mapping[str, Sequence[object]], body: object = None) -> None:
-        """Write columns of equal length.
+        """Write a command's columns, which have equal length, in the chosen format.
 
         Args:
             columns: by name; may contain ``nan``, ``inf`` and ``-inf`` for numbers.
@@ -66,7 +66,7 @@ class TableOutput:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[TextIO]:
-        """Yield stdout, or a buffer that is written to the file at the end."""
+        """Yield stdout, or a buffer that is written to the command's file at the end."""
         if self.output is None:
             yield sys.stdout
             return
@@ -76,7 +76,7 @@ class TableOutput:
 
 
 def write_file(path: Path, content: bytes, *, force: bool = False) -> None:
-    """Write a file completely; without ``force``, never replace a file with other content.
+    """Write a command's file completely; without ``force``, never replace other content.
 
     Raises:
         UsageError: a file with other content exists.
@@ -97,7 +97,7 @@ def write_file(path: Path, content: bytes, *, force: bool = False) -> None:
 
 @contextlib.contextmanager
 def replace_atomically(path: Path) -> Iterator[Path]:
-    """Provide a file that replaces ``path`` atomically once it is complete.
+    """Provide a file of a command that replaces ``path`` atomically once it is complete.
 
     Raises:
         StorageError: it cannot be written; the previous file is unchanged.
@@ -113,6 +113,7 @@ def replace_atomically(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _translate_os_errors(path: Path) -> Iterator[None]:
+    """Translate an error of a command's output file to ours."""
     try:
         yield
     except OSError as error:
@@ -123,7 +124,7 @@ def _translate_os_errors(path: Path) -> Iterator[None]:
 
 
 def parquet_file(output: Path | None) -> Path:
-    """Return the Parquet file of a table; a terminal cannot show it."""
+    """Return the Parquet file that a command writes; a terminal cannot show it."""
     if output is None:
         raise UsageError(
             "--format parquet is binary, so it cannot be written to stdout",
@@ -137,7 +138,7 @@ def write_parquet(
     to: Path | io.BytesIO,
     type_of: Callable[[Any, str, Sequence[object]], Any] | None = None,
 ) -> None:
-    """Write columns in parts, as one Parquet table.
+    """Export columns in parts, as one Parquet table.
 
     Args:
         stretches: parts with the same columns.
@@ -168,7 +169,7 @@ def write_parquet(
 
 
 def unify_value_types(values: Sequence[object]) -> list[object]:
-    """Return the values as one type: numbers if all are numbers, text if types are mixed."""
+    """Return exported values as one type: numbers if all are numbers, text if types are mixed."""
     non_null = [value for value in values if value is not None]
     numbers = [v for v in non_null if isinstance(v, int | float) and not isinstance(v, bool)]
     texts = [v for v in non_null if isinstance(v, str)]

@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 
 from sqlalchemy import BigInteger, ColumnElement, Connection, case, cast, func, select, text, update
@@ -52,16 +52,11 @@ NOW = cast(func.extract("epoch", func.clock_timestamp()) * 1_000_000_000, BigInt
 
 
 class Lease:
-    """One name, held by one collector at a time.
+    """One name, held by one collector at a time. Thread-safe.
 
-    Thread-safe; ``renew_or_acquire`` acquires and renews it.
-
-    Args:
-        store: store whose database the collectors share.
-        name: name of the lease.
-        clock: its monotonic clock decides when to stop.
-        is_shared: there may be other collectors; otherwise the lease is always held.
-        process_place: names a resource that this process holds exclusively; "" without one.
+    The clock's monotonic time decides when to stop as the holder. If the store is not shared with
+    other collectors, the lease is always held. ``process_place`` names a resource that this process
+    holds exclusively; "" without one.
     """
 
     def __init__(
@@ -91,7 +86,7 @@ class Lease:
         return self.epoch() is not None
 
     def renew_or_acquire(self) -> None:
-        """Renew the lease, or acquire it if it is free.
+        """Renew this collector's lease, or acquire it if it is free.
 
         Raises:
             StorageError: the database refused; a held lease stays until it expires.
@@ -114,10 +109,14 @@ class Lease:
     def fence_writes(self, epoch: int) -> AbstractContextManager[None]:
         """Make what this thread writes in the context fail once another collector is the holder.
 
-        Args:
-            epoch: the time as the holder in which it is written.
+        ``epoch`` is that of the lease under which it writes.
         """
-        return self._store.check_writes(self._lease_check(epoch))
+
+        def check(connection: Connection) -> None:
+            if self.is_shared:
+                lock_lease(connection, self.name, self.holder, epoch)
+
+        return self._store.check_writes(check)
 
     def start(self) -> None:
         """Try to acquire the lease once, then renew it in a thread."""
@@ -159,27 +158,14 @@ class Lease:
             is_held = "lost" if epoch is None else f"taken epoch={epoch}"
             _LOG.info("lease name=%s is %s", self.name, is_held)
 
-    def _lease_check(self, epoch: int) -> Callable[[Connection], None]:
-        def check(connection: Connection) -> None:
-            if self.is_shared:
-                lock_lease(connection, self.name, self.holder, epoch)
-
-        return check
-
 
 def acquire_leases(
     connection: Connection, names: Iterable[str], holder: str, *, is_held: bool
 ) -> dict[str, int]:
-    """Renew the holder's leases, or acquire those that have expired or whose process has ended.
+    """Renew the collector's leases, or acquire expired ones, or those of ended processes.
 
-    Args:
-        connection: inside a transaction.
-        names: names of the leases.
-        holder: identity of this collector.
-        is_held: the holder never stopped to act as one: the epoch stays.
-
-    Returns:
-        The epoch of each held lease; none of another collector's.
+    Call it in a transaction. Return the epoch of each held lease, none of another collector's. An
+    epoch stays if the holder never stopped to act as one (``is_held``).
     """
     _limit_lock_time(connection)
     rows = [
@@ -203,7 +189,7 @@ def acquire_leases(
 
 
 def load_expired_leases(connection: Connection, prefix: str, seconds: float) -> list[str]:
-    """Return leases that expired in the last seconds: their holder died, or was offline.
+    """Return leases that expired in the last seconds: their collector died, or was offline.
 
     Not all, but this collector's share among all current holders.
     """
@@ -220,7 +206,7 @@ def load_expired_leases(connection: Connection, prefix: str, seconds: float) -> 
 
 
 def renew_leases(connection: Connection, holder: str, names: Collection[str]) -> dict[str, int]:
-    """Renew those of the names that the holder still has; return their epochs."""
+    """Renew those of the names whose lease the collector still has; return their epochs."""
     _limit_lock_time(connection)
     condition = (leases.c.holder == holder) & leases.c.name.in_(names)
     # In the order of ``acquire_leases``: it locks those as well that it does not get.
@@ -233,7 +219,7 @@ def renew_leases(connection: Connection, holder: str, names: Collection[str]) ->
 
 
 def holders_of(connection: Connection, names: Collection[str]) -> dict[str, str]:
-    """Return the last holder of each of the leases."""
+    """Return the last collector that held each of the leases."""
     query = select(leases.c.name, leases.c.holder).where(leases.c.name.in_(names))
     return {row.name: row.holder for row in connection.execute(query)}
 
@@ -249,11 +235,7 @@ def release_leases(connection: Connection, names: Collection[str], holder: str) 
 
 
 def lock_lease(connection: Connection, name: str, holder: str, epoch: int) -> None:
-    """Lock the lease until the end of this transaction.
-
-    Raises:
-        StorageError: another collector is the holder, or was since.
-    """
+    """Lock a collector's lease until the end of this transaction."""
     if not lock_held_leases(connection, {name: epoch}, holder):
         raise StorageError(
             f"another collector holds the lease {name}; this one held it as number {epoch}",
@@ -277,7 +259,7 @@ def lock_held_leases(connection: Connection, epochs: Mapping[str, int], holder: 
 
 
 def _limit_lock_time(connection: Connection) -> None:
-    """Limit how long a paused process can block leases in this transaction."""
+    """Limit how long a paused collector can block leases in this transaction."""
     connection.execute(text(f"SET LOCAL idle_in_transaction_session_timeout = '{IDLE_SECONDS}s'"))
 
 
@@ -316,10 +298,9 @@ FOR EACH ROW WHEN (NEW.commit_extra_info IS NOT NULL) EXECUTE FUNCTION vitals_fe
 
 
 def install_lake_fence(connection: Connection) -> None:
-    """Make the lake's catalog refuse commits of former owners, from now on.
+    """Make the lake's catalog refuse commits of former run owners, from now on.
 
-    Args:
-        connection: to the database with leases and catalog, inside a transaction.
+    Leases and catalog are in the database of this connection, which is in a transaction.
     """
     lock_migrations(connection)
     connection.execute(text(_REFUSE))
@@ -328,7 +309,7 @@ def install_lake_fence(connection: Connection) -> None:
 
 
 def fence_runs(connection: Connection, holder: str, epochs: Mapping[str, int]) -> None:
-    """Refuse commits under other epochs of the runs, once this transaction has ended."""
+    """Refuse former owners' commits: other epochs of the runs, once this transaction has ended."""
     rows = [
         {"name": _FENCE + run_id, "holder": holder, "epoch": epoch, "expires_unix_ns": 0}
         for run_id, epoch in sorted(epochs.items())  # in order, as in ``acquire_leases``
@@ -341,21 +322,3 @@ def fence_runs(connection: Connection, holder: str, epochs: Mapping[str, int]) -
 def _lease_expiry() -> ColumnElement[int]:
     """Return the SQL expression of when a lease that starts now expires."""
     return NOW + int(LEASE_SECONDS * 1e9)
-
-
-__all__ = [
-    "NOW",
-    "PAGER",
-    "RUN",
-    "UPKEEP",
-    "Lease",
-    "acquire_leases",
-    "fence_runs",
-    "holders_of",
-    "install_lake_fence",
-    "load_expired_leases",
-    "lock_held_leases",
-    "lock_lease",
-    "release_leases",
-    "renew_leases",
-]

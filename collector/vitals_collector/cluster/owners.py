@@ -30,7 +30,7 @@ from vitals_collector.cluster.leases import (
 )
 from vitals_collector.cluster.reports import load_runs_elsewhere
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.storage.store import OwnedElsewhere, Store
+from vitals_collector.storage.store import OwnedElsewhere, RunClaims, Store
 
 _RENEW_SECONDS = 2.0
 _IDLE_SECONDS = 600.0
@@ -50,14 +50,12 @@ class _OwnedRun:
         self.epoch, self.until_ns, self.used_ns = epoch, until_ns, used_ns
 
 
-class RunOwners:
+class RunOwners(RunClaims):
     """The runs that this collector owns. Thread-safe; ``start`` renews its leases in a thread.
 
-    Args:
-        store: with a lake, and the database that the collectors share.
-        clock: its monotonic clock decides when a lease has expired.
-        url: this collector's URL for agents; "" if it is not known.
-        process_place: names a resource that this process holds exclusively; "" without one.
+    The store has a lake, and the database that the collectors share. The clock's monotonic time
+    decides when a lease has expired. ``url`` is this collector's URL for agents, "" if unknown;
+    ``process_place`` is as in ``Lease``.
 
     Raises:
         StorageError: the database does not support refusing former owners.
@@ -82,7 +80,7 @@ class RunOwners:
         self._thread = threading.Thread(target=self._run, name="vitals-owners", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread that renews the leases of this collector's runs."""
         self._thread.start()
 
     def close(self) -> None:
@@ -98,9 +96,8 @@ class RunOwners:
         unowned, elsewhere = self._split_by_owner(run_ids)
         if unowned:
             with self._taking:
-                unowned, elsewhere = self._split_by_owner(
-                    run_ids
-                )  # another thread may have acquired some
+                # Another thread may have acquired some.
+                unowned, elsewhere = self._split_by_owner(run_ids)
                 if unowned:
                     elsewhere |= self._acquire(unowned)
         return elsewhere
@@ -249,6 +246,7 @@ def _lease_end_ns(asked_ns: int) -> int:
 
 
 def _not_owner_error(run_id: str, url: str) -> NotOwnerError:
+    """Return the error that another collector owns the run, with its URL if it has one."""
     is_url = url.startswith(("http://", "https://"))
     where = url if is_url else f"the one on {url}"
     return NotOwnerError(
@@ -256,6 +254,3 @@ def _not_owner_error(run_id: str, url: str) -> NotOwnerError:
         hint="name all collectors: --collector URL,URL; the agent finds the one of its run",
         owner=url if is_url else "",
     )
-
-
-__all__ = ["RunOwners"]

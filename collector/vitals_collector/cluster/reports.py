@@ -10,7 +10,7 @@ from sqlalchemy import Connection, delete, func, literal, select
 
 from vitals_collector.cluster.leases import NOW, RUN
 from vitals_collector.storage.schema import engine_state, leases
-from vitals_collector.storage.store import OwnedElsewhere, insert
+from vitals_collector.storage.store import OwnedElsewhere, save_states
 
 _REPORT = "report/"
 
@@ -35,19 +35,10 @@ def load_runs_elsewhere(connection: Connection, holder: str) -> list[OwnedElsewh
 
 def write_reports(connection: Connection, bodies: Mapping[str, bytes]) -> None:
     """Store the reports of run owners, which the pager reads."""
-    statement = insert(connection, engine_state)
-    connection.execute(
-        statement.on_conflict_do_update(
-            index_elements=["name"], set_={"body": statement.excluded.body}
-        ),
-        [{"name": _REPORT + run_id, "body": body} for run_id, body in sorted(bodies.items())],
-    )
+    save_states(connection, {_REPORT + run_id: body for run_id, body in bodies.items()})
 
 
 def delete_reports(connection: Connection, run_ids: Iterable[str]) -> None:
-    """Delete the reports of runs."""
+    """Delete the run owners' reports of these runs."""
     names = [_REPORT + run_id for run_id in run_ids]
     connection.execute(delete(engine_state).where(engine_state.c.name.in_(names)))
-
-
-__all__ = ["delete_reports", "load_runs_elsewhere", "write_reports"]

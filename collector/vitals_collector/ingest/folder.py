@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-from sqlalchemy import Connection, select
+from sqlalchemy import select
 
 from trainvitals.errors import NewerVersionError, StorageError, VitalsError
 from trainvitals.io.rundir import RunDir, check_folder, is_run_id
@@ -27,7 +27,7 @@ from vitals_collector.ingest.ingest import (
 )
 from vitals_collector.ingest.tail_loss import LostRowCounter
 from vitals_collector.storage.schema import positions
-from vitals_collector.storage.store import Store, insert
+from vitals_collector.storage.store import Store, upsert
 
 _LOG = logging.getLogger("vitals.collector.folder")
 _BATCHES_AT_ONCE = 256
@@ -69,7 +69,7 @@ class FolderIngest:
         return self._poll(stop or threading.Event(), self._note_unreadable)
 
     def follow(self, stop: threading.Event, *, interval_seconds: float = 0.5) -> None:
-        """Poll until told to stop; log an error once and retry, because a disk may come back."""
+        """Store new rows until told to stop; log an error once and retry: a disk may come back."""
         while not stop.is_set():
             try:
                 self._poll(
@@ -97,12 +97,10 @@ class FolderIngest:
         return num_new
 
     def _run_dirs(self) -> Iterator[RunDir]:
-        """Yield the run directories in the directories to import."""
         for folder in self._folders:
             yield from [RunDir(folder)] if is_run_id(folder.name) else RunDir.find_all(folder)
 
     def _note_unreadable(self, run_dir: RunDir, where: Path, error: Exception) -> None:
-        """Record why an imported run directory cannot be read."""
         if not isinstance(error, (VitalsError, OSError)):
             raise error
         why = f"{error.filename or where}: {error.strerror}" if isinstance(error, OSError) else ""
@@ -147,6 +145,7 @@ class FolderIngest:
         return num_new
 
     def _count_spool_damage(self, text: str) -> None:
+        """Count and log, once, damage in a spool whose rows are stored."""
         if self._log_once(text):
             with self._store.counters.lock:
                 self._store.counters.num_damaged += 1
@@ -156,14 +155,8 @@ class FolderIngest:
     ) -> tuple[list[BatchResult], bool]:
         """Store batches and the position after them; stop before one of a newer version."""
         checked = check_batches([raw for _, raw in group])
-        newer = next(
-            (
-                i
-                for i, batch_or_error in enumerate(checked)
-                if isinstance(batch_or_error, NewerVersionError)
-            ),
-            -1,
-        )
+        is_newer = [isinstance(checked_batch, NewerVersionError) for checked_batch in checked]
+        newer = is_newer.index(True) if True in is_newer else -1
         if newer >= 0:
             self._log_once(f"{spool}: {checked[newer]}")
             checked = checked[:newer]
@@ -175,14 +168,14 @@ class FolderIngest:
             return [], True
         with self._store.write_rows() as connection:
             stored = store_batches(connection, self._store, checked)
-            _save_position(connection, spool, group[len(checked) - 1][0])
+            position = {"position": msgspec.msgpack.encode(group[len(checked) - 1][0])}
+            upsert(connection, positions, {"spool": str(spool)}, position)
         for outcome in stored:
             if outcome.error is not None:
                 self._log_once(f"{spool}: a batch is skipped: {outcome.error}")
         return stored, newer >= 0
 
     def _load_position(self, spool: Path) -> SpoolPosition:
-        """Return the position up to which a spool was stored."""
         query = select(positions.c.position).where(positions.c.spool == str(spool))
         with self._store.read_transaction() as connection:
             body = connection.execute(query).scalar()
@@ -208,7 +201,7 @@ class FolderIngest:
 def _next_batch_group(
     positioned_batches: Iterator[tuple[SpoolPosition, bytes]],
 ) -> list[tuple[SpoolPosition, bytes]]:
-    """Return the batches of one transaction, bounded by number and size; none at the end."""
+    """Return the batches to store in one transaction, up to a number and size; none at the end."""
     group: list[tuple[SpoolPosition, bytes]] = []
     num_bytes = 0
     for positioned_batch in positioned_batches:
@@ -217,10 +210,3 @@ def _next_batch_group(
         if len(group) == _BATCHES_AT_ONCE or num_bytes >= _BYTES_AT_ONCE:
             break
     return group
-
-
-def _save_position(connection: Connection, spool: Path, position: SpoolPosition) -> None:
-    """Store the position up to which a spool was stored."""
-    values = {"position": msgspec.msgpack.encode(position)}
-    statement = insert(connection, positions).values(spool=str(spool), **values)
-    connection.execute(statement.on_conflict_do_update(index_elements=["spool"], set_=values))

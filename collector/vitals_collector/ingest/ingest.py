@@ -69,13 +69,7 @@ from trainvitals.rows import Schema, column_of, rows_of
 from trainvitals.wire import Batch, IngestReply, ResendableBatch, decode_batch
 from vitals_collector.ingest import projections
 from vitals_collector.numbers.interface import StreamKey
-from vitals_collector.storage.schema import (
-    forgotten,
-    measured_columns,
-    runs,
-    sources,
-    streams,
-)
+from vitals_collector.storage.schema import forgotten, measured_columns, runs, sources, streams
 from vitals_collector.storage.store import (
     PreparedStatement,
     Store,
@@ -148,10 +142,7 @@ the collector to send it to."""
 def ingest(store: Store, raw: bytes, *, received_unix_ns: int = 0) -> IngestReply:
     """Store the batch and return once it is durable; a batch sent again changes nothing.
 
-    Args:
-        store: target store.
-        raw: one batch as ``trainvitals.wire`` defines it.
-        received_unix_ns: this collector's clock, or 0 if the batch was found in a directory.
+    ``received_unix_ns`` is this collector's clock, or 0 if the batch was found in a directory.
 
     Raises:
         FormatError: damaged, inconsistent, or of a newer version; nothing was stored.
@@ -199,12 +190,8 @@ def store_bodies(
 ) -> list[tuple[BatchResult, ...] | NotOwnerError]:
     """Store the batches of all bodies in one transaction; return the result of each, in order.
 
-    Args:
-        store: target store.
-        bodies: the batches, by sender.
-        received_unix_ns: this collector's clock.
-        asking: for each body, whether its sender wants a query before a gap counts as lost.
-        principals: for each body, its sender; empty if all of them may write to all runs.
+    ``asking`` has for each body whether its sender wants a query before a gap counts as lost;
+    ``principals`` has its sender, and is empty if all of them may write to all runs.
 
     Raises:
         StorageError: the database refused; nothing was stored.
@@ -237,7 +224,7 @@ def store_bodies(
 
 
 def runs_in(checked: Iterable[Checked]) -> set[str]:
-    """Return the runs of the valid batches."""
+    """Return the runs of the verified batches."""
     return {batch.header.identity.run_id for batch in checked if isinstance(batch, Batch)}
 
 
@@ -303,7 +290,7 @@ def announce(store: Store, stored: Iterable[BatchResult]) -> None:
 
 
 def reply_to_body(stored: Sequence[BatchResult] | NotOwnerError) -> Answer:
-    """Return the response to a body, from the results of its batches, in order."""
+    """Return the response to an ingested body, from the results of its batches, in order."""
     if isinstance(stored, NotOwnerError):
         return stored
     first = stored[0].error
@@ -313,7 +300,6 @@ def reply_to_body(stored: Sequence[BatchResult] | NotOwnerError) -> Answer:
 
 
 def _refused_result(error: FormatError) -> BatchResult:
-    """Return the result of a refused batch."""
     reply = IngestReply(
         durable_seq=-1, num_new=0, num_duplicate=0, code=error.code, text=error.text
     )
@@ -358,7 +344,7 @@ def _store_or_halve(written: _IngestTarget, batches: Sequence[Batch]) -> list[Ba
 
 
 def _is_batch_error(error: Exception) -> bool:
-    """Return whether the same batch would always fail; otherwise a later attempt can succeed."""
+    """Return whether storing a batch would always fail; otherwise a later attempt can succeed."""
     if isinstance(error, DBAPIError):
         # If another process is removing a run, its row is missing (foreign key): when the batch is
         # retried, it belongs to a removed run.
@@ -376,7 +362,7 @@ def _store_batches(written: _IngestTarget, batches: Sequence[Batch]) -> list[Bat
     # Removed runs are looked up only for new streams: the removal deleted the known ones.
     unknown = [batch for batch, key in zip(batches, keys, strict=True) if key not in offsets]
     removed = _load_removed_runs(connection, unknown)
-    unknown = _drop_removed_batches(unknown, removed)
+    unknown = [batch for batch in unknown if not is_of_removed_run(batch, removed)]
     foreign = _find_foreign_batches(connection, unknown, named)
     unknown = [batch for batch in unknown if id(batch) not in foreign]
     _register_streams(connection, store, offsets, unknown, named)
@@ -438,7 +424,7 @@ def _acknowledge_removed(batch: Batch) -> BatchResult:
 
 
 def drop_stored_rows(batch: Batch, offset: StreamOffset) -> BatchResult:
-    """Return the new rows of the batch, and advance its stream's offset past it."""
+    """Return the batch's rows that are not stored yet; advance its stream's offset past it."""
     header = batch.header
     num_ahead = header.first_seq - offset.last_seq - 1
     if num_ahead == 0 and header.stream_schema.stream != EVENTS:  # nearly always
@@ -473,7 +459,7 @@ def drop_stored_rows(batch: Batch, offset: StreamOffset) -> BatchResult:
 
 
 def _request_missing_rows(offset: StreamOffset, first_seq: int) -> BatchResult:
-    """Request the missing rows instead of storing later ones.
+    """Request the missing rows of a batch's stream instead of storing later ones.
 
     A collector that was restored from a backup, or whose disk has damaged a file, lacks rows that
     agents still have; a batch that was damaged in transit is resent.
@@ -485,7 +471,7 @@ def _request_missing_rows(offset: StreamOffset, first_seq: int) -> BatchResult:
 def _acknowledge_up_to_hole(
     known: BatchResult, batch: Batch, missing: Sequence[tuple[int, int]]
 ) -> BatchResult:
-    """Return the response to known rows before missing ones: the missing rows must be resent."""
+    """Return the response to a batch of known rows before missing ones, which must be resent."""
     last = batch.header.last_seq
     first = min((max(low, last + 1) for low, end in missing if end - 1 > last), default=None)
     if first is None:
@@ -496,7 +482,6 @@ def _acknowledge_up_to_hole(
 
 # -------------------------------------------------------------------- offsets of the streams
 
-
 EVENTS = "events"
 """The stream whose rows are stored in the database."""
 _MAX_INT64 = 2**63 - 1
@@ -505,7 +490,7 @@ _LOCK_SEED = 7_460_211
 
 
 def key_of(batch: Batch) -> StreamKey:
-    """Return the key of a batch's stream."""
+    """Return the key of a batch's stream, by which ingest finds its offset."""
     header = batch.header
     identity = header.identity
     return identity.run_id, identity.incarnation, header.stream_schema.stream
@@ -522,7 +507,7 @@ _MOST_REMEMBERED = 1 << 15
 def _take_offsets(
     connection: Connection, store: Store, keys: Iterable[StreamKey]
 ) -> dict[StreamKey, StreamOffset]:
-    """Return the offsets of these streams; an unknown stream has none.
+    """Return the offsets of batches' streams; an unknown stream has none.
 
     Their cache entries are removed until ``_cache_offsets``: after any error in between, the next
     call reads the database.
@@ -567,7 +552,7 @@ def _cache_offsets(store: Store, offsets: Iterable[StreamOffset]) -> None:
 
 
 def lock_runs(connection: Connection, run_ids: Iterable[str]) -> None:
-    """Wait until no other collector writes to these runs; hold them until the transaction ends.
+    """Wait until no other collector stores rows of these runs; hold them in this transaction.
 
     In order, so that two collectors do not block each other; and briefly, because a collector that
     was stopped in between loses its transaction before its leases end.
@@ -629,7 +614,7 @@ def _register_streams(
 
 
 def _check_offset(batch: Batch, offset: StreamOffset | None, principal: Principal) -> StreamOffset:
-    """Return the offset if the batch may move it.
+    """Return the stream's offset if the batch may move it.
 
     Raises:
         FormatError: the incarnation is known as another source, or could not be introduced.
@@ -652,7 +637,7 @@ def _check_offset(batch: Batch, offset: StreamOffset | None, principal: Principa
 
 
 def _check_gap(batch: Batch, offset: StreamOffset, received_unix_ns: int) -> None:
-    """Refuse rows whose numbers are further ahead than can have been lost since the last one.
+    """Refuse a batch's rows that are further ahead than can have been lost since the last one.
 
     The time in between comes from the rows themselves, made by one clock, but is limited to the
     past by our clock. Otherwise one batch with a huge number would end its stream: all later rows
@@ -680,14 +665,8 @@ def _check_gap(batch: Batch, offset: StreamOffset, received_unix_ns: int) -> Non
 
 def _fits_int64(identity: Identity) -> bool:
     """Return whether the numbers of a batch's writer fit in database columns."""
-    numbers = (
-        identity.pid,
-        identity.rank,
-        identity.local_rank,
-        identity.world_size,
-        identity.started_unix_ns,
-    )
-    return all(-_MAX_INT64 <= number <= _MAX_INT64 for number in numbers)
+    numbers = identity.pid, identity.rank, identity.local_rank, identity.world_size
+    return all(-_MAX_INT64 <= n <= _MAX_INT64 for n in (*numbers, identity.started_unix_ns))
 
 
 def _source_row(identity: Identity) -> dict[str, str | int]:
@@ -708,7 +687,7 @@ def _source_row(identity: Identity) -> dict[str, str | int]:
 
 
 def _build_keyed_query(sql: str) -> dict[str, TextClause]:
-    """Return a statement about ``:keys``, a JSON list of lists, by dialect.
+    """Return an ingest statement about ``:keys``, a JSON list of lists, by dialect.
 
     All in one parameter: a statement with one parameter per key costs more than the rows.
     """
@@ -744,7 +723,7 @@ _BOUNDED = (
 
 
 def _load_removed_runs(connection: Connection, of: Iterable[Batch]) -> dict[str, int]:
-    """Return which of the batches' runs were removed, and when."""
+    """Return which of the received batches' runs were removed, and when."""
     ids = sorted({batch.header.identity.run_id for batch in of})
     if not ids:
         return {}
@@ -763,14 +742,9 @@ def is_being_removed() -> ColumnElement[bool]:
 
 
 def is_of_removed_run(batch: Batch, removed: Mapping[str, int]) -> bool:
-    """Return whether the batch belongs to a start before its run was removed."""
+    """Return whether a received batch belongs to a start before its run was removed."""
     identity = batch.header.identity
     return identity.run_id in removed and identity.started_unix_ns <= removed[identity.run_id]
-
-
-def _drop_removed_batches(new: Sequence[Batch], removed: Mapping[str, int]) -> list[Batch]:
-    """Return the batches that may be stored."""
-    return [batch for batch in new if not is_of_removed_run(batch, removed)]
 
 
 # ---------------------------------------------------------------------------- owners of batches
@@ -847,7 +821,7 @@ def _foreign_run_error(identity: Identity, principal: Principal) -> ForeignBatch
 def _foreign_incarnation_error(
     identity: Identity, principal: Principal, begun_with: tuple[str, str]
 ) -> ForeignBatchError | None:
-    """Return the error if another sender started the incarnation, with this token and key hash."""
+    """Return a batch's error if a sender with another token or key started its incarnation."""
     token_id, writer_key_hash = begun_with
     if principal.writes_all:
         return None
@@ -874,7 +848,7 @@ def _foreign_incarnation_error(
 
 
 def check_batches(raws: Sequence[bytes]) -> list[Checked]:
-    """Return each batch decoded and verified, or its error in its place."""
+    """Return each received batch decoded and verified, or its error in its place."""
     checked: list[Checked] = []
     for raw in raws:
         try:
@@ -896,7 +870,7 @@ def check_batches(raws: Sequence[bytes]) -> list[Checked]:
 
 
 def summarize(batches: Sequence[Batch]) -> list[BatchSummary]:
-    """Return the data about each batch's rows."""
+    """Return the data about each received batch's rows."""
     summaries: dict[int, BatchSummary] = {}
     for schema, which in _by_schema(batches):
         of_schema = _summarize_batches(schema, [batches[i] for i in which])
@@ -905,7 +879,7 @@ def summarize(batches: Sequence[Batch]) -> list[BatchSummary]:
 
 
 def _by_schema(batches: Sequence[Batch]) -> Iterator[tuple[Schema, list[int]]]:
-    """Yield every schema with the positions of its batches."""
+    """Yield every schema with the positions of its received batches."""
     places_by_schema: dict[int, list[int]] = {}
     schemas = [id(batch.header.stream_schema) for batch in batches]
     for schema, places in groupby(range(len(schemas)), schemas.__getitem__):
@@ -935,7 +909,7 @@ def _summarize_batches(schema: Schema, batches: Sequence[Batch]) -> list[BatchSu
 def _last_step_values(
     schema: Schema, rows: npt.NDArray[np.void]
 ) -> Iterator[tuple[int | float | str | None, ...]]:
-    """Yield the numbers of each row for the list of runs; NaN as text, which SQLite can store."""
+    """Yield received rows' numbers for the list of runs; NaN as text, which SQLite can store."""
     columns: list[list[Any]] = [
         column_of(schema, rows, name)[0].tolist() for name in ("step", "attempt", "time_unix_ns")
     ]
@@ -961,7 +935,7 @@ def _join_rows(
 
 
 def _validity_as_ints(bit_words: npt.NDArray[np.uint64]) -> list[int]:
-    """Return each row's validity bits as one integer."""
+    """Return the validity bits of each received row as one integer."""
     if bit_words.shape[1] == 1:
         numbers: list[int] = bit_words[:, 0].tolist()
         return numbers
@@ -985,18 +959,16 @@ def _find_row_errors(schema: Schema, batches: Sequence[Batch]) -> Iterator[tuple
     expected = np.repeat(firsts - starts, counts) + np.arange(len(rows))
     is_wrong = rows["seq"] != expected
     if is_wrong.any():
+        text = "the rows' sequence numbers are not those the header gives"
         for row_index in np.flatnonzero(np.logical_or.reduceat(is_wrong, starts)):
-            yield (
-                int(row_index),
-                FormatError("the rows' sequence numbers are not those the header gives"),
-            )
+            yield int(row_index), FormatError(text)
     for i, batch in enumerate(batches) if is_events else ():
         if not _has_valid_checksums(schema, batch.rows):
             yield i, FormatError("the checksum of an event's row does not hold")
 
 
 def _schema_error_text(schema: Schema) -> str:
-    """Return a sentence about an invalid column; empty if all are valid."""
+    """Return a sentence about an invalid column of a batch; empty if all are valid."""
     kinds = _KINDS.get(schema.stream, {})
     for name, kind in ((column.name, column.kind) for column in schema.columns):
         if len(name) > _MAX_NAME:
@@ -1026,7 +998,7 @@ def _has_valid_checksums(schema: Schema, rows: bytes) -> bool:
 def _record_batches(
     connection: Connection, accepted: Sequence[tuple[Batch, StreamOffset]], received_unix_ns: int
 ) -> None:
-    """Record the streams' offsets, their columns, and the activity of sources."""
+    """Record stored batches: the streams' offsets and columns, and the sources' activity."""
     batches = [batch for batch, _ in accepted]
     offsets = [offset for _, offset in accepted]
     summaries = summarize(batches)
@@ -1034,9 +1006,11 @@ def _record_batches(
         newest = min(summary.newest_unix_ns, received_unix_ns or summary.newest_unix_ns)
         offset.last_unix_ns = max(newest, offset.last_unix_ns)
     moved = {id(offset): offset for offset in offsets}  # batches of a stream share one offset
-    if len(moved) != _MOVE.execute(
-        connection, [_offset_parameters(offset) for offset in moved.values()]
-    ):
+    parameters = [
+        (*o.key, o.last_seq, o.num_lost, o.last_unix_ns, o.noted_seq, o.expected_seq)
+        for o in moved.values()
+    ]
+    if len(moved) != _MOVE.execute(connection, parameters):
         raise _StaleOffsetError  # before any row refers to a removed run
     _note_columns(connection, batches, summaries)
     _note_sources(connection, offsets, summaries, received_unix_ns)
@@ -1052,7 +1026,7 @@ def _record_batches(
 def _note_columns(
     connection: Connection, batches: Sequence[Batch], summaries: Sequence[BatchSummary]
 ) -> None:
-    """Write the measured columns; mostly they are known, and nothing is written."""
+    """Write the measured columns of stored batches; mostly known, so that nothing is written."""
     bits: dict[tuple[str, int], int] = {}
     schemas = {id(batch.header.stream_schema): batch.header.stream_schema for batch in batches}
     for batch, summary in zip(batches, summaries, strict=True):
@@ -1073,12 +1047,6 @@ def _note_columns(
             insert(connection, measured_columns).on_conflict_do_nothing(),
             [dict(zip(("run_id", "stream", "name"), row, strict=True)) for row in new],
         )
-
-
-def _offset_parameters(offset: StreamOffset) -> tuple[Any, ...]:
-    """Return the SQL parameters that store a stream's offset after an ingest."""
-    offset_values = offset.last_seq, offset.num_lost, offset.last_unix_ns
-    return (*offset.key, *offset_values, offset.noted_seq, offset.expected_seq)
 
 
 def _note_sources(
@@ -1149,23 +1117,3 @@ _STEP = _HEAR.values({name: bindparam(f"new_{name}") for name in LAST})
 _HEARD_NAMES = ("of_run", "of_writer", "seen", "received")
 _HEARD = PreparedStatement(_HEAR, _HEARD_NAMES)
 _STEPPED = PreparedStatement(_STEP, (*_HEARD_NAMES, *(f"new_{name}" for name in LAST)))
-
-__all__ = [
-    "Answer",
-    "BatchResult",
-    "announce",
-    "check_batches",
-    "check_bodies",
-    "drop_stored_rows",
-    "ingest",
-    "ingest_all",
-    "ingest_bodies",
-    "is_being_removed",
-    "is_of_removed_run",
-    "key_of",
-    "lock_runs",
-    "reply_to_body",
-    "runs_in",
-    "store_batches",
-    "store_bodies",
-]

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import ColumnElement, Connection, Table, bindparam, case, select, update
+from sqlalchemy import Connection, bindparam, case, select, update
 
 from trainvitals.identity import Identity
 from trainvitals.policy.evidence import describe_reading
@@ -24,6 +24,7 @@ from trainvitals.records import (
     DecisionMade,
     Event,
     EventRow,
+    Finding,
     FindingRaised,
     NamesDefined,
     Note,
@@ -49,7 +50,7 @@ from vitals_collector.storage.schema import (
     runs,
     sources,
 )
-from vitals_collector.storage.store import insert, remove_nul
+from vitals_collector.storage.store import insert, remove_nul, upsert
 
 _encode = msgspec.msgpack.encode
 _decode_info = msgspec.msgpack.Decoder(RunInfo).decode
@@ -94,24 +95,24 @@ def note_processes(
 
 
 def loss_kind_of(connection: Connection, run_id: str) -> str:
-    """Return the loss kind that the run reported; "minimize" if it reported none."""
+    """Return the loss kind that the run's start event reported; "minimize" if it reported none."""
     body = connection.execute(select(runs.c.info).where(runs.c.run_id == run_id)).scalar()
     kind = _decode_info(body).judge.get("loss_kind") if body else None
     return kind if isinstance(kind, str) else "minimize"
 
 
 def stored_info(connection: Connection, run_id: str) -> bytes | None:
-    """Return the information that the run reported at its start, as stored; None if none is."""
+    """Return the information of the run's start event as stored; None if none is."""
     return connection.execute(select(runs.c.info).where(runs.c.run_id == run_id)).scalar() or None
 
 
 def task_of(info: bytes) -> str:
-    """Return the kind of post-training in a run's stored information; empty without one."""
+    """Return the kind of post-training in a stored start event's information; empty without one."""
     return _decode_info(info).task
 
 
 def describe_event(event: Event | None) -> str:
-    """Return a display line for the event."""
+    """Return a display line for a stored event."""
     match event:
         case None:
             return "an event of a type that this version does not know"
@@ -164,7 +165,7 @@ def describe_event(event: Event | None) -> str:
 
 
 def describe_samples(batch: BatchNoted) -> str:
-    """Return a sentence about the training samples of a noted batch."""
+    """Return a sentence about the training samples of a batch that a stored event notes."""
     if not batch.sample_ids:
         return "samples not known"
     shown = ", ".join(str(sample_id) for sample_id in batch.sample_ids[:MAX_SAMPLES])
@@ -173,7 +174,6 @@ def describe_samples(batch: BatchNoted) -> str:
 
 
 def _event_row(identity: Identity, row: EventRow) -> dict[str, Any]:
-    """Return the row of the table of events for a received event."""
     event = row.event
     return {
         "run_id": identity.run_id,
@@ -192,7 +192,7 @@ def _event_row(identity: Identity, row: EventRow) -> dict[str, Any]:
 def _run_started(
     connection: Connection, identity: Identity, row: EventRow, event: RunStarted
 ) -> None:
-    """Store the attributes that the run reported at its start."""
+    """Store the attributes of a run, from the event at its start."""
     info = event.info
     first = case(
         (runs.c.info_unix_ns == 0, row.time_unix_ns),
@@ -220,7 +220,7 @@ def _run_started(
 def _attempt_started(
     connection: Connection, identity: Identity, row: EventRow, event: AttemptStarted
 ) -> None:
-    """Store an attempt of the run."""
+    """Store an attempt of the run, from the event at its start."""
     values = {
         "run_id": identity.run_id,
         "id": event.id,
@@ -235,37 +235,41 @@ def _attempt_started(
 def _names_defined(
     connection: Connection, identity: Identity, _row: EventRow, event: NamesDefined
 ) -> None:
-    """Store the names that a writer gave to its layers or scalars."""
+    """Store the names that a writer gave to its layers or scalars, from its event."""
     key = {
         "run_id": identity.run_id,
         "incarnation": identity.incarnation,
         "stream": event.stream[:16],
     }
     for number, name in event.names.items():
-        _upsert(connection, names, key | {"id": number}, {"name": remove_nul(name)})
+        upsert(connection, names, key | {"id": number}, {"name": remove_nul(name)})
 
 
 def _finding_raised(
     connection: Connection, identity: Identity, row: EventRow, event: FindingRaised
 ) -> None:
-    """Store a rank's finding."""
-    finding = event.finding
-    values = _event_key(identity, row) | {
+    """Store a rank's finding, from a received event."""
+    values = _event_key(identity, row) | finding_columns(event.finding, row.attempt)
+    connection.execute(findings.insert().values(values))
+
+
+def finding_columns(finding: Finding, attempt: int) -> dict[str, Any]:
+    """Return the columns of ``findings`` in addition to the key and the time."""
+    return {
         "step": finding.step,
-        "attempt": row.attempt,
+        "attempt": attempt,
         "rank": finding.rank,
         "kind": remove_nul(finding.kind),
         "level": finding.level,
         "detector": remove_nul(finding.detector),
         "body": _encode(finding),
     }
-    connection.execute(findings.insert().values(values))
 
 
 def _decision_made(
     connection: Connection, identity: Identity, row: EventRow, event: DecisionMade
 ) -> None:
-    """Store a decision of the policy."""
+    """Store a decision of the policy, from a received event."""
     decision = event.decision
     values = _event_key(identity, row) | {
         "ledger_seq": decision.ledger_seq,
@@ -318,11 +322,11 @@ def _checkpoint_changed(
         "time_unix_ns": row.time_unix_ns,
     }
     newer = checkpoints.c.time_unix_ns <= row.time_unix_ns
-    _upsert(connection, checkpoints, key, values, where=newer)
+    upsert(connection, checkpoints, key, values, where=newer)
 
 
 def _run_ended(connection: Connection, identity: Identity, row: EventRow, event: RunEnded) -> None:
-    """Store how and why a writer of the run ended."""
+    """Store how and why a writer of the run ended, from its last event."""
     conditions = (
         sources.c.run_id == identity.run_id,
         sources.c.incarnation == identity.incarnation,
@@ -348,20 +352,6 @@ def _event_key(identity: Identity, row: EventRow) -> dict[str, Any]:
     }
 
 
-def _upsert(
-    connection: Connection,
-    table: Table,
-    key: dict[str, Any],
-    values: dict[str, Any],
-    where: ColumnElement[bool] | None = None,
-) -> None:
-    """Insert or update the SQL row that a received event is projected to."""
-    statement = insert(connection, table).values(key | values)
-    connection.execute(
-        statement.on_conflict_do_update(index_elements=list(key), set_=values, where=where)
-    )
-
-
 # A state that is repeated every few seconds is not written again.
 _ALIVE = (
     update(sources)
@@ -384,14 +374,3 @@ _MEANINGS: dict[type, Callable[[Connection, Identity, EventRow, Any], None]] = {
     CheckpointChanged: _checkpoint_changed,
     RunEnded: _run_ended,
 }
-
-__all__ = [
-    "apply_events",
-    "describe_event",
-    "describe_samples",
-    "loss_kind_of",
-    "note_processes",
-    "remove_nul",
-    "stored_info",
-    "task_of",
-]

@@ -36,7 +36,7 @@ Version = tuple[int, int, int]
 
 
 def num_lost_rows() -> ColumnElement[int]:
-    """Return the number of lost rows of a stream: in its gaps, and at its end."""
+    """Return how many rows of a stored stream are lost: in its gaps, and at its end."""
     last, promised = streams.c.last_seq, streams.c.expected_seq
     return streams.c.num_lost + case((promised > last, promised - last), else_=0)
 
@@ -93,7 +93,7 @@ class LostRowCounter:
         self._compared[spool] = version
 
     def _record_lost_rows(self, spool: Path, promised: dict[StreamKey, int]) -> None:
-        """Store up to which row each stream was written, and count the lost rows."""
+        """Store up to which row a spool's streams were written; count those not stored."""
         with self._store.write() as connection:
             lost = _count_lost_rows(connection, promised) or {}
             rows = [
@@ -115,13 +115,13 @@ class LostRowCounter:
 
 
 def _is_spool_complete(spool: Path, now: float) -> bool:
-    """Return whether a spool and its state have not changed for a while."""
+    """Return whether a spool to store and its state have not changed for a while."""
     newest = max((number for number, _ in spool_files(spool)), default=-1)
     return is_unchanged(spool / STATE_FILE, now) and is_settled(spool, newest, now)
 
 
 def _has_removed_files(spool: Path, state: SpoolState) -> bool:
-    """Return whether the spool's owner has removed files: their rows were sent, or counted."""
+    """Return whether the spool's agent removed files: their rows were sent, or counted."""
     first = min((number for number, _ in spool_files(spool)), default=state.acked.file)
     return 0 < first <= state.acked.file
 
@@ -140,7 +140,6 @@ def _promised_seqs(state: SpoolState, run_id: str) -> dict[StreamKey, int]:
 
 
 def _is_incarnation(text: str) -> bool:
-    """Return whether a text in a spool's state is a valid incarnation."""
     try:
         check_incarnation(text)
     except UsageError:
@@ -151,25 +150,17 @@ def _is_incarnation(text: str) -> bool:
 def _count_lost_rows(
     connection: Connection, promised: dict[StreamKey, int]
 ) -> dict[StreamKey, int] | None:
-    """Return unreported missing rows by stream; None if the run is unknown."""
+    """Return by stream the missing rows that were not stored or reported; None: unknown run."""
     run_ids = {run_id for run_id, _, _ in promised}
     if not run_ids:
         return {}
     columns = streams.c
-    fields = (
-        columns.run_id,
-        columns.incarnation,
-        columns.stream,
-        columns.last_seq,
-        columns.expected_seq,
-    )
-    stream_rows = connection.execute(select(*fields).where(columns.run_id.in_(run_ids)))
+    key = (columns.run_id, columns.incarnation, columns.stream)
+    query = select(*key, columns.last_seq, columns.expected_seq)
+    stream_rows = connection.execute(query.where(columns.run_id.in_(run_ids)))
     highest_seqs = {(run, start, stream): max(seqs) for run, start, stream, *seqs in stream_rows}
     if not highest_seqs:
         removed = select(forgotten.c.run_id).where(forgotten.c.run_id.in_(run_ids))
         return None if connection.execute(removed).first() is None else {}
     lost = {key: seq - highest_seqs.get(key, -1) for key, seq in promised.items()}
     return {key: num for key, num in lost.items() if num > 0}
-
-
-__all__ = ["LostRowCounter", "num_lost_rows"]

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from sqlalchemy import Connection, func, select
+from sqlalchemy import ColumnElement, Connection, Table, func, select
 
 from trainvitals.alerting import (
     ALERTED_KINDS,
@@ -73,7 +73,7 @@ from vitals_collector.live.run_status import (
 )
 from vitals_collector.live.tail_reader import WATCHED
 from vitals_collector.storage.schema import decisions, engine_state, findings
-from vitals_collector.storage.store import SteadyClock, Store
+from vitals_collector.storage.store import SteadyClock, Store, load_state
 
 _AT_ONCE = 500
 _NAMES_AT_ONCE = 10_000
@@ -165,7 +165,7 @@ class AlertEngine:
         store.after_ingest.append(self.after_ingest)
 
     def after_ingest(self, new: Sequence[tuple[Batch, Sequence[EventRow]]]) -> None:
-        """Record new rows for the next poll; reads and writes nothing."""
+        """Note rows that have just arrived for the next poll; reads and writes nothing."""
         # Called by the committing threads before agents get their responses: all work is left to
         # the engine's own thread.
         self._came.append(new)
@@ -176,7 +176,7 @@ class AlertEngine:
         self._wake.set()
 
     def _sort_committed_rows(self) -> None:
-        """Sort committed rows by their consumer."""
+        """Sort rows that have just arrived by consumer: detectors, run states, new alerts."""
         rows: list[Batch] = []
         run_ids: set[str] = set()
         changed: set[str] = set()
@@ -211,14 +211,11 @@ class AlertEngine:
                 self._dirty |= dirty
 
     def poll(self, *, only_new: bool = False) -> None:
-        """Process owned runs: run their detectors and states; report them, or raise alerts.
+        """Process new rows of owned runs: detectors, states; report them, or raise new alerts.
 
         With several collectors, the pager raises alerts for its own runs and all others: new
         decisions and findings, lasting conditions, and undelivered alerts. Commands that were not
-        delivered in time expire.
-
-        Args:
-            only_new: process only what arrived since the last poll, which costs little.
+        delivered in time expire. With ``only_new``, process only what arrived since the last poll.
 
         Raises:
             StorageError: the store refused; nothing is lost, call again.
@@ -252,7 +249,7 @@ class AlertEngine:
                 self._dirty |= dirty
 
     def _follow_owned(self, *, is_pager: bool) -> None:
-        """Load the stored state of runs that this collector has acquired."""
+        """Start to process runs that this collector has acquired, from their stored state."""
         owned = self._store.claims.owned()
         if owned is not None:
             before = self._owned or {}
@@ -264,17 +261,17 @@ class AlertEngine:
         self._owned = owned
 
     def _is_own(self, run_id: str) -> bool:
-        """Return whether this collector owns the run."""
+        """Return whether this engine processes the run's rows: its collector owns it."""
         return self._owned is None or run_id in self._owned
 
     def is_pager(self) -> bool:
-        """Return whether this collector delivers alerts, of all runs, and has begun to."""
+        """Return whether this engine raises the new alerts of all runs, and has started to."""
         if not self._lease.is_shared:
             return True
         return self._epoch is not None and self._lease.epoch() == self._epoch
 
     def _become_pager(self, epoch: int) -> None:
-        """Become the pager, from what is stored: as after a restart."""
+        """Start to raise new alerts of all runs, from the stored state: as after a restart."""
         # other pagers did so in the meantime: the cached state is outdated
         if self._epoch is not None:
             self._runs = RunStatusCache(is_shared=self._lease.is_shared)
@@ -295,7 +292,7 @@ class AlertEngine:
             raise
 
     def _adopt_receivers(self) -> None:
-        """Load the state of receivers from their stored alerts; a removed receiver has no alert."""
+        """As the new pager, load the receivers' state; resolve alerts of removed ones."""
         if self._dispatcher is not None:
             for alert in self._dispatcher.load_failing_receivers(self._inbox.reported()):
                 self._inbox.report(resolve_alert(alert, self._clock.time_ns()))
@@ -303,7 +300,7 @@ class AlertEngine:
     # ------------------------------------------------------------------ runs that others own
 
     def _read_other_reports(self, epoch: int, *, only_new: bool) -> None:
-        """Read other owners' reports, with as many queries as for one run."""
+        """Read the states of runs that other owners process, to raise alerts for them."""
         if epoch != self._epoch:
             self._become_pager(epoch)
         elif only_new:
@@ -331,7 +328,7 @@ class AlertEngine:
         self._elsewhere = {run.run_id for run in elsewhere}
 
     def _claim_orphaned_runs(self) -> None:
-        """Acquire runs without an owner that are running or have unprocessed rows.
+        """Acquire, to process them live, runs without an owner that run or have new rows.
 
         For runs without an owner, mark their unprocessed events at once.
         """
@@ -370,7 +367,7 @@ class AlertEngine:
     def _report(
         self, dirty: Collection[Writer], present: Iterable[RunStatus], *, only_new: bool
     ) -> None:
-        """Report the current states of owned runs to the collector that is the pager."""
+        """Report the states of runs processed here to the collector that raises alerts."""
         with_words = [run_id for run_id, _ in dirty]
         runs = [self._current_run_state(run) for run in present if self._is_own(run.run_id)]
         self._reporter.report(self._owned or {}, with_words, runs, only_new=only_new)
@@ -380,7 +377,7 @@ class AlertEngine:
     def _update_alerts(
         self, dirty: Collection[Writer], present: Iterable[RunStatus], *, only_new: bool
     ) -> None:
-        """Raise alerts for findings, and update all alerts from the runs' current states."""
+        """Raise new alerts for findings, and update all alerts from the runs' states."""
         others = [run.now for run_id, run in self._others.items() if not self._is_own(run_id)]
         finished = {run.run_id for run in self._runs.statuses() if run.state == "finished"}
         finished |= {run.run_id for run in others if run.state == "finished"}
@@ -416,16 +413,16 @@ class AlertEngine:
 
     @property
     def watching(self) -> LiveMonitor:
-        """The monitor of the steps of all ranks."""
+        """Return the monitor that runs the fleet detectors as rows arrive."""
         return self._watching
 
     def start(self) -> None:
-        """Start the thread that polls."""
+        """Start the thread that polls for new rows, and raises new alerts."""
         self._thread = threading.Thread(target=self._run, name="vitals-engine", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread after its current poll."""
+        """Stop the thread that raises new alerts, after its current poll."""
         self._stopping.set()
         self._urgent.set()
         self._wake.set()
@@ -434,7 +431,7 @@ class AlertEngine:
             self._thread = None
 
     def _run(self) -> None:
-        """Poll in a thread: soon after an urgent event, otherwise at intervals."""
+        """Poll in a thread as rows arrive: soon after an urgent event, otherwise at intervals."""
         interval = int(self._config.interval_seconds * 1e9)
         due = self._clock.monotonic_ns()
         while not self._stopping.is_set():
@@ -469,7 +466,7 @@ class AlertEngine:
     # --------------------------------------------------------------------------------- decisions
 
     def _mark_unread(self, run_ids: Collection[str] | None = None) -> None:
-        """Mark writers, of all runs or of some, with stored events that were not consumed."""
+        """Mark writers whose stored events have not raised their alerts yet."""
         if run_ids is not None and not run_ids:
             return
         queries = {
@@ -497,22 +494,11 @@ class AlertEngine:
             self._dirty |= unread
 
     def _consume_decisions(self, writer: Writer) -> None:
-        """Raise the alerts of a writer's decisions after its cursor."""
-        run_id, incarnation = writer
-        name = _cursor_name(writer)
+        """Raise the new alerts of a writer's decisions that arrived after its cursor."""
+        run_id, name = writer[0], _cursor_name(writer)
         while True:
             with self._store.read_transaction() as connection:
-                query = (
-                    select(decisions.c.seq, decisions.c.time_unix_ns, decisions.c.body)
-                    .where(
-                        decisions.c.run_id == run_id,
-                        decisions.c.incarnation == incarnation,
-                        decisions.c.seq > _load_cursor(connection, name),
-                    )
-                    .order_by(decisions.c.seq)
-                    .limit(_AT_ONCE)
-                )
-                rows = connection.execute(query).all()
+                rows = _next_rows(connection, decisions, writer, name)
             if not rows:
                 return
             occurrences = [
@@ -526,7 +512,7 @@ class AlertEngine:
     def _decode_readable_rows(
         self, rows: Iterable[Any], decode: Callable[[bytes], _Record]
     ) -> Iterator[tuple[Any, _Record]]:
-        """Yield the rows whose record this version can read; the others are skipped.
+        """Yield the new events that this version can read, to raise alerts; skip the others.
 
         A newer collector on the same database may store what an older one, which pages, cannot.
         """
@@ -541,7 +527,7 @@ class AlertEngine:
     def _consume_findings(
         self, writers: Sequence[Writer], finished: Collection[str]
     ) -> frozenset[str]:
-        """Raise the alerts of findings; a finished run raises none.
+        """Raise the new alerts of findings that arrived; a finished run raises none.
 
         Findings of all writers together: an alert that several ranks raise names all of them.
         Returns the fingerprints of alerts that started to fire.
@@ -567,21 +553,10 @@ class AlertEngine:
     def _read_findings(
         self, writer: Writer, cursor: str, is_finished: bool
     ) -> tuple[int, int, list[AlertOccurrence]]:
-        """Return how many findings come next, the last one's number, and what they raise."""
-        run_id, incarnation = writer
+        """Read a writer's next findings: how many, the last one's number, and new alerts."""
+        run_id, is_alerted = writer[0], findings.c.kind.in_(ALERTED_KINDS)
         with self._store.read_transaction() as connection:
-            query = (
-                select(findings.c.seq, findings.c.time_unix_ns, findings.c.body)
-                .where(
-                    findings.c.run_id == run_id,
-                    findings.c.incarnation == incarnation,
-                    findings.c.kind.in_(ALERTED_KINDS),
-                    findings.c.seq > _load_cursor(connection, cursor),
-                )
-                .order_by(findings.c.seq)
-                .limit(_AT_ONCE)
-            )
-            rows = connection.execute(query).all()
+            rows = _next_rows(connection, findings, writer, cursor, is_alerted)
             decided = _decided_steps(connection, writer) if rows else {}
             loss_kind = loss_kind_of(connection, run_id) if rows else ""
         timed_findings = [
@@ -600,7 +575,7 @@ class AlertEngine:
     # -------------------------------------------------------------------------------------- runs
 
     def _refresh_runs(self, *, only_new: bool, is_pager: bool) -> set[str]:
-        """Refresh owned runs; the pager also refreshes runs that no other collector reports."""
+        """Refresh the states of owned runs; the pager adds runs that no collector reports."""
         now = self._steady.time_ns()
         hearing = self._store.ingest_uptime
         if self._store.no_room is not None:
@@ -626,7 +601,7 @@ class AlertEngine:
         return refreshed
 
     def _current_run_state(self, run: RunStatus) -> CurrentRunState:
-        """Return the state of an owned run for the inbox."""
+        """Return a run's state with the conditions for which alerts are raised now."""
         conditions: list[Alert] = [
             *alerts_for_run_state(run.state, run_id=run.run_id, step=run.step, reason=run.reason)
         ]
@@ -645,7 +620,8 @@ class AlertEngine:
             for finding in self._watching.conditions(run.run_id):
                 named = _named_alerts(finding, run)
                 if finding.kind == "stalled" and not hang:
-                    hang = self._hang_of(run)
+                    with self._store.read_transaction() as connection:
+                        hang = hang_of(connection, run.run_id, run.last_step)
                 if finding.kind == "stalled" and (
                     hang or any(alert.severity == "page" for alert in absences)
                     # this explains the stall, and was reported; if it was reported before, it still
@@ -671,7 +647,7 @@ class AlertEngine:
     def _add_lasting_conditions(
         self, run: CurrentRunState, fired: frozenset[str]
     ) -> CurrentRunState:
-        """Add a run's lasting conditions that only this collector knows."""
+        """Add to a run's current state the lasting conditions that only this collector knows."""
         lasting, conditions = run.lasting | fired, run.conditions
         if run.state == "running":
             self._gone[run.run_id] = {alert.fingerprint for alert in conditions} | lasting
@@ -686,13 +662,8 @@ class AlertEngine:
             conditions = (*conditions, alert_for_cap(run.run_id, over_cap[run.run_id]))
         return replace(run, conditions=conditions, lasting=lasting)
 
-    def _hang_of(self, run: RunStatus) -> str:
-        """Return the latest hang of a run, if no step followed it."""
-        with self._store.read_transaction() as connection:
-            return hang_of(connection, run.run_id, run.last_step)
-
     def _alerts_for_absent(self, run: RunStatus, parts: AbsentParts) -> list[Alert]:
-        """Return the alerts about a run's lost nodes, ranks and agents."""
+        """Return the new alerts about a run's silent nodes, ranks and agents."""
         seconds = self._config.lost_after_seconds
         silent = f"silent for more than {seconds:g} s"
         before = f"; before that: {run.hang}" if run.hang else ""
@@ -724,7 +695,7 @@ class AlertEngine:
         ]
 
     def _resend_undelivered(self) -> None:
-        """Submit alerts again that some receiver has not had, once per interval."""
+        """At polls, once per interval, submit alerts again that a receiver has not had."""
         now = self._clock.monotonic_ns()
         if self._dispatcher is None:
             return
@@ -752,13 +723,13 @@ class AlertService(NamedTuple):
     """The notifiers' names."""
 
     def start(self) -> None:
-        """Start their threads."""
+        """Start the threads that process rows as they arrive, and deliver new alerts."""
         self.lease.start()
         self.dispatcher.start()
         self.engine.start()
 
     def close(self) -> None:
-        """Stop the threads; undelivered alerts are delivered at the next start."""
+        """Stop processing rows as they arrive; undelivered alerts wait for the next start."""
         self.engine.close()
         self.dispatcher.close()
         self.lease.close()
@@ -776,18 +747,11 @@ def build_alert_service(
     host_port: str = "",
     is_pager: Callable[[], bool] | None = None,
 ) -> AlertService:
-    """Return inbox, engine and dispatcher over one store; nothing runs yet.
+    """Build what raises new alerts as rows arrive: engine, inbox, dispatcher; nothing runs yet.
 
-    Args:
-        store: store that they read and write.
-        notifiers: destinations of alerts.
-        clock: current time.
-        config: settings of the engine.
-        inbox_config: when alerts fire and resolve.
-        up_since_unix_ns: since when rows could be received.
-        is_shared: other collectors may use the store: one of them watches and delivers.
-        host_port: a resource that this process holds exclusively (``cluster.leases``).
-        is_pager: whether this collector delivers; None: decided by its lease.
+    Rows could be received since ``up_since_unix_ns``. With ``is_shared``, other collectors may use
+    the store: one of them watches and delivers, chosen by its lease unless ``is_pager`` decides.
+    ``host_port`` is a resource that this process holds exclusively (``cluster.leases``).
     """
     lease = Lease(store, PAGER, clock=clock, is_shared=is_shared, process_place=host_port)
     notifiers = list(notifiers)
@@ -820,7 +784,7 @@ def build_alert_service(
 
 
 def _named_alerts(finding: Finding, run: RunStatus) -> tuple[Alert, ...]:
-    """Return the alerts of a lasting finding; for a stall, with the ranks that are behind."""
+    """Return the new alerts of a lasting finding; for a stall, with the ranks that are behind."""
     raised = alerts_for_finding(finding, run_id=run.run_id)
     if finding.kind != "stalled" or not run.behind:
         return raised
@@ -829,7 +793,7 @@ def _named_alerts(finding: Finding, run: RunStatus) -> tuple[Alert, ...]:
 
 
 def _decided_steps(connection: Connection, writer: Writer) -> dict[int, set[str]]:
-    """Return the actions of a writer's decisions, by the step of their subject."""
+    """Return a writer's decided actions by step, so that no finding raises an alert for them."""
     query = select(decisions.c.step, decisions.c.action).where(
         decisions.c.run_id == writer[0],
         decisions.c.incarnation == writer[1],
@@ -846,10 +810,27 @@ def _cursor_name(writer: Writer, what: str = "decisions") -> str:
     return f"{what}/{writer[0]}/{writer[1]}"
 
 
+def _next_rows(
+    connection: Connection,
+    table: Table,
+    writer: Writer,
+    cursor: str,
+    *conditions: ColumnElement[bool],
+) -> Sequence[Any]:
+    """Return a writer's next decisions or findings after its cursor, in order."""
+    of = table.c
+    query = select(of.seq, of.time_unix_ns, of.body).where(
+        of.run_id == writer[0],
+        of.incarnation == writer[1],
+        of.seq > _load_cursor(connection, cursor),
+        *conditions,
+    )
+    return connection.execute(query.order_by(of.seq).limit(_AT_ONCE)).all()
+
+
 def _load_cursor(connection: Connection, name: str) -> int:
     """Return the number of a writer's last event that the alert engine consumed."""
-    query = select(engine_state.c.body).where(engine_state.c.name == name)
-    body = connection.execute(query).scalar()
+    body = load_state(connection, name)
     return -1 if body is None else msgspec.msgpack.decode(body, type=int)
 
 
@@ -870,6 +851,3 @@ def _cursors(connection: Connection, what: str, writers: Iterable[Writer] | None
         for row in connection.execute(select(name, engine_state.c.body).where(where))
     ]
     return {name: msgspec.msgpack.decode(body, type=int) for name, body in rows}
-
-
-__all__ = ["AlertEngine", "AlertService", "EngineConfig", "build_alert_service"]

@@ -14,15 +14,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from sqlalchemy import Connection, delete, func, select
 
-from trainvitals.detect.attribution import Onset, OnsetTracker
 from trainvitals.detect.fleet import FleetConfig, FleetDetectors
+from trainvitals.detect.fleet.attribution import Onset, OnsetTracker
 from trainvitals.detect.fleet.base import MergedStep, NodeSample
 from trainvitals.detect.fleet.ranks import STALL
 from trainvitals.detect.hang import HangFollower
@@ -30,6 +30,7 @@ from trainvitals.errors import UNREADABLE, StorageError
 from trainvitals.records import Finding, HangLimits, RanksStill, TrainingPaused
 from trainvitals.rows import Schema
 from trainvitals.wire import Batch
+from vitals_collector.ingest.projections import finding_columns
 from vitals_collector.live.scalar_watch import (
     SCALARS,
     ScalarState,
@@ -45,7 +46,6 @@ from vitals_collector.live.step_join import (
     NodeSamples,
     RowWriters,
     StepMerger,
-    Writer,
     decode_rank_rows,
     host_rows,
     step_columns,
@@ -60,12 +60,17 @@ from vitals_collector.live.tail_reader import (
     TailReader,
 )
 from vitals_collector.storage.schema import checkpoints, engine_state, events, findings, streams
-from vitals_collector.storage.store import ReadSnapshot, Store, insert, remove_nul
+from vitals_collector.storage.store import (
+    ReadSnapshot,
+    Store,
+    insert,
+    load_state,
+    save_states,
+)
 
 _LOG = logging.getLogger("vitals.collector.watching")
 
 # -------------------------------------------------------- how far the watchers are, as it is stored
-
 
 _ASIDE = "watching-aside/"
 
@@ -86,13 +91,16 @@ class _SavedProgress(msgspec.Struct):
 
 def load_watch_progress(connection: Connection, run_id: str) -> dict[str, int]:
     """Return by ``incarnation/stream`` up to which row the watchers are done with a run."""
-    return _load_done(connection, run_id).done
+    return _load_saved(connection, run_id, _SavedProgress).done
 
 
-def _load_done(connection: Connection, run_id: str) -> _SavedProgress:
-    query = select(engine_state.c.body).where(engine_state.c.name == watch_state_name(run_id))
-    body = connection.execute(query).scalar()
-    return _SavedProgress() if body is None else msgspec.msgpack.decode(body, type=_SavedProgress)
+_Saved = TypeVar("_Saved", bound=msgspec.Struct)
+
+
+def _load_saved(connection: Connection, run_id: str, part: type[_Saved]) -> _Saved:
+    """Return a part of a run's stored state; its defaults if the run was not watched."""
+    body = load_state(connection, watch_state_name(run_id))
+    return part() if body is None else msgspec.msgpack.decode(body, type=part)
 
 
 class _SavedOnsets(msgspec.Struct):
@@ -112,11 +120,7 @@ class WatchedOnsets(NamedTuple):
 
 def watched_onsets(connection: Connection, run_id: str) -> WatchedOnsets | None:
     """Return a run's onsets as detected live; None: the run was not watched."""
-    query = select(engine_state.c.body).where(engine_state.c.name == watch_state_name(run_id))
-    body = connection.execute(query).scalar()
-    if body is None:
-        return None
-    saved = msgspec.msgpack.decode(body, type=_SavedOnsets)
+    saved = _load_saved(connection, run_id, _SavedOnsets)
     if saved.onsets is None:
         return None
     return WatchedOnsets(tuple(saved.onsets), saved.judged_from, saved.last[:2])
@@ -129,16 +133,12 @@ class _SavedConditions(msgspec.Struct):
 
 def conditions_of(connection: Connection, run_id: str) -> tuple[Finding, ...]:
     """Return the findings of fleet detectors whose condition held at the last step."""
-    query = select(engine_state.c.body).where(engine_state.c.name == watch_state_name(run_id))
-    body = connection.execute(query).scalar()
-    if body is None:
-        return ()
-    saved = msgspec.msgpack.decode(body, type=_SavedConditions)
+    saved = _load_saved(connection, run_id, _SavedConditions)
     return (*saved.open, *saved.lasting)
 
 
 def unread_runs(connection: Connection, of: Collection[str] | None = None) -> list[str]:
-    """Return the runs, of all or of some, with stored rows that the detectors have not processed.
+    """Return the runs, of all or some, with stored rows that the fleet detectors lack.
 
     The latest sample of a host always waits for the next one of its node.
     """
@@ -149,7 +149,7 @@ def unread_runs(connection: Connection, of: Collection[str] | None = None) -> li
         query = query.where(table.run_id.in_(of))
     unread = []
     for run_id, rows in groupby(connection.execute(query).all(), key=lambda row: row.run_id):
-        done, has_scalars = _load_done(connection, run_id), False
+        done, has_scalars = _load_saved(connection, run_id, _SavedProgress), False
         for row in rows:
             if row.stream == SCALARS:
                 has_scalars = True
@@ -165,30 +165,29 @@ def unread_runs(connection: Connection, of: Collection[str] | None = None) -> li
 
 
 def suspend_watching(connection: Connection, run_id: str) -> None:
-    """Record that watching a run fails repeatedly: its rows can be rolled up without it."""
+    """Record that fleet detectors fail on a run: its rows can be rolled up without them."""
     statement = insert(connection, engine_state).values(name=_ASIDE + run_id, body=b"")
     connection.execute(statement.on_conflict_do_nothing(index_elements=["name"]))
 
 
 def resume_watching(connection: Connection, run_id: str) -> None:
-    """Note that a run which was set aside is watched again."""
+    """Record that the fleet detectors process a suspended run again."""
     connection.execute(delete(engine_state).where(engine_state.c.name == _ASIDE + run_id))
 
 
 def load_suspended_runs(connection: Connection) -> set[str]:
-    """Return the runs that were set aside."""
+    """Return the runs whose rows the fleet detectors cannot process, after repeated errors."""
     query = select(engine_state.c.name).where(engine_state.c.name.startswith(_ASIDE))
     return {name.removeprefix(_ASIDE) for name in connection.execute(query).scalars()}
 
 
 def delete_watch_progress(connection: Connection, run_id: str) -> None:
-    """Delete a removed run's progress."""
+    """Delete what the fleet detectors have stored about a removed run."""
     names = (watch_state_name(run_id), _ASIDE + run_id)
     connection.execute(delete(engine_state).where(engine_state.c.name.in_(names)))
 
 
 # ------------------------------------------------------------------------------------------ one run
-
 
 _decode_pause = msgspec.msgpack.Decoder(TrainingPaused).decode
 _LOOK_NS = 30_000_000_000
@@ -232,7 +231,6 @@ class RunWatchState(msgspec.Struct, kw_only=True):
 
 # ------------------------------------------------- ranks on several nodes that make no progress
 
-
 FORGET_NS = 8_000_000_000
 """A node that is silent for longer may be running again, or lost."""
 _decode_still = msgspec.msgpack.Decoder(RanksStill).decode
@@ -256,7 +254,7 @@ class StallReports:
     _follower: HangFollower = field(default_factory=HangFollower)
 
     def load_events(self, connection: Connection, run_id: str, now_ns: int) -> None:
-        """Read events since the last poll."""
+        """Read the agents' reports on stalled ranks that arrived since the last poll."""
         conditions = (events.c.run_id == run_id, events.c.kind == RanksStill.__name__)
         last = select(events.c.incarnation, func.max(events.c.seq)).where(*conditions)
         for incarnation, seq in connection.execute(last.group_by(events.c.incarnation)).all():
@@ -288,7 +286,7 @@ class StallReports:
 
 
 def _max_hang_limits(limits: Iterable[HangLimits]) -> HangLimits | None:
-    """Return for each phase the longest of the nodes' limits."""
+    """Return the longest of the nodes' limits per phase, which the live hang detector uses."""
     every = list(limits)
     if not every:
         return None
@@ -341,7 +339,7 @@ class FollowedRun:
     # -------------------------------------------------------------------------------- reading
 
     def add_committed(self, taken: CommittedRows, now_ns: int) -> int:
-        """Add rows that were just committed; return their number."""
+        """Give rows that were just committed to the detectors' input; return their number."""
         fresh = self._fresh
         # If some writers are behind, rows that wait for them would accumulate.
         is_full = not fresh.is_read and self.steps.num_held > self.steps.most_held
@@ -351,7 +349,7 @@ class FollowedRun:
         return num
 
     def note_scalars(self) -> None:
-        """Remember that the store has new scalars."""
+        """Record that new scalars of the run have arrived in the store."""
         self._scalars.is_read = False
 
     def needs_store(self, taken: CommittedRows, now_ns: int) -> bool:
@@ -361,15 +359,11 @@ class FollowedRun:
     def read_stored(
         self, moment: ReadSnapshot, budget: int, now_ns: int, *, has_more: bool = True
     ) -> int:
-        """Read about ``budget`` missing rows; return their number.
+        """Read about ``budget`` stored rows that the detectors lack; return their number.
 
         Writers that are behind are read first, so that a rank's stored rows never count as late.
-
-        Args:
-            moment: snapshot of the store, taken after the added rows were committed.
-            budget: approximate number of rows to read.
-            now_ns: the clock of ``advance``.
-            has_more: whether the store may have rows that were never added.
+        The snapshot ``moment`` is taken after the added rows were committed, and ``now_ns`` is by
+        the clock of ``advance``. With ``has_more``, the store may have rows that were never added.
         """
         fresh = self._fresh
         if has_more or self._is_read_due(now_ns):
@@ -398,26 +392,26 @@ class FollowedRun:
         return num_read
 
     def _is_read_due(self, now_ns: int) -> bool:
-        """Return whether it is time to search the store for a run's unread rows."""
+        """Return whether it is time to search the store for rows that the detectors lack."""
         return self._looked_ns is None or now_ns - self._looked_ns >= _LOOK_NS
 
     @property
     def is_read(self) -> bool:
-        """Whether there was nothing more to read."""
+        """Return whether the detectors have read all rows that have arrived."""
         return self._fresh.is_read and self._scalars.is_read
 
     @property
     def reads_scalars(self) -> bool:
-        """Whether the run's scalars are judged."""
+        """Return whether the run's scalars are judged as they arrive."""
         return self._scalars.is_used
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing is left to read or to merge."""
+        """Return whether no row waits to be read, or to be joined to a step."""
         return self.is_read and self.steps.is_empty
 
     def _add_blocks(self, blocks: list[RowBlock], now_ns: int) -> int:
-        """Add row blocks to the step and node mergers; return the number of rows."""
+        """Add rows that arrived to the step and node mergers; return their number."""
         for block in blocks:
             kind = block.streams[0].writer[1]
             if kind == "steps":
@@ -507,7 +501,7 @@ class FollowedRun:
     # ------------------------------------------------------------------------------- watching
 
     def advance(self, now_ns: int, *, is_running: bool) -> list[TimedFinding]:
-        """Merge the rows that were read, and return the detectors' findings."""
+        """Join the rows that arrived to steps, and return the fleet detectors' findings."""
         if self.heard_ns is None:
             self.heard_ns = now_ns
         gate = min((stream.position for stream in self._fresh.behind(STEPS)), default=None)
@@ -524,10 +518,10 @@ class FollowedRun:
             self._pass_checkpoints(self.steps.merged)
             for unjoined in rounds:
                 records += self._process_node_samples(unjoined)
-        if is_running and self.is_drained and not self._is_paused:
-            records += self._check_stall(now_ns)
         if is_running:
             at = self._now_of_run(now_ns)
+            if self.is_drained and not self._is_paused:
+                records += self._timed_findings(self.watchers.check_stall(at), at)
             records += self._timed_findings(self._still.findings_due(now_ns), at)
         if not is_running and self.is_drained:
             self._finish_scalars()
@@ -545,7 +539,7 @@ class FollowedRun:
         self.has_changed |= self._scalars.saved.judged != judged
 
     def _update_lasting_findings(self, records: list[TimedFinding]) -> None:
-        """Keep the latest finding of each cause while its detector says the condition holds."""
+        """Keep the latest finding per cause while its fleet detector's condition holds."""
         lasting = {(finding.kind, finding.cause): finding for finding in self.saved.lasting}
         lasting |= {
             (record.finding.kind, record.finding.cause): record.finding
@@ -561,14 +555,13 @@ class FollowedRun:
         return self._num_unmerged - before
 
     def _host_gates(self) -> dict[str, int]:
-        """Return by node the time up to which its rows were read from the store."""
+        """Return, per node, up to which time its samples can be joined: all rows were read."""
         gates: dict[str, int] = {}
         for stream in self._fresh.behind(HOSTS):
             gates[stream.node] = min(stream.position[0], gates.get(stream.node, 2**63))
         return gates
 
     def _process_step(self, step: MergedStep) -> list[TimedFinding]:
-        """Return what the fleet detectors find in a merged step."""
         findings = self.watchers.update(step)
         self.has_new_onset |= self._onsets.update(step)
         self.saved.last = (step.attempt, step.step, step.time_unix_ns)
@@ -577,7 +570,6 @@ class FollowedRun:
         return self._timed_findings(findings, step.time_unix_ns) if findings else []
 
     def _process_node_samples(self, host_round: NodeSamples) -> list[TimedFinding]:
-        """Return what the fleet detectors find in the samples of a node."""
         sample = NodeSample(
             node=host_round.node,
             time_unix_ns=host_round.time_unix_ns,
@@ -586,18 +578,13 @@ class FollowedRun:
         )
         return self._timed_findings(self.watchers.update_node(sample), host_round.time_unix_ns)
 
-    def _check_stall(self, now_ns: int) -> list[TimedFinding]:
-        """Check how long no row arrived, by this collector's clock."""
-        at = self._now_of_run(now_ns)
-        return self._timed_findings(self.watchers.check_stall(at), at)
-
     def _now_of_run(self, now_ns: int) -> int:
-        """Return the current time by the clock of the run's rows."""
+        """Return the current time by the clock of the arriving rows."""
         heard_ns = now_ns if self.heard_ns is None else self.heard_ns
         return self.saved.last[2] + max(0, now_ns - heard_ns)
 
     def _pass_checkpoints(self, key: Key) -> None:
-        """Pass the checkpoints up to a step to the detectors, in step order."""
+        """Pass checkpoints up to a step to the fleet detectors, in step order."""
         while self._saves and self._saves[0][0] <= key:
             self.saved.checkpoint, step = self._saves.pop(0)
             self.watchers.saved(step)
@@ -607,7 +594,7 @@ class FollowedRun:
     def _timed_findings(
         self, findings: tuple[Finding, ...], time_unix_ns: int
     ) -> list[TimedFinding]:
-        """Add attempt and time to findings; remember those that stay open."""
+        """Add attempt and time to the fleet detectors' findings; remember those that stay open."""
         for finding in findings:
             if finding.kind in ("stalled", "checkpoint_overdue"):
                 self._close_findings(finding.kind)
@@ -615,14 +602,15 @@ class FollowedRun:
         return [TimedFinding(finding, self.saved.last[0], time_unix_ns) for finding in findings]
 
     def _close_findings(self, kind: str) -> None:
-        """Drop the open findings of a kind: their condition has ended."""
+        """Drop open findings of the fleet detectors whose condition has ended."""
         self.saved.open = [finding for finding in self.saved.open if finding.kind != kind]
 
     # ------------------------------------------------------------------------- over restarts
 
     def build_watch_state(self, num_findings: int) -> RunWatchState:
-        """Return the state to store with this many more findings. Valid after the commit."""
-        done = {"/".join(writer): seq for writer, seq in self._processed_seqs().items() if seq >= 0}
+        """Return the fleet detectors' state to store with new findings; valid after the commit."""
+        last_seqs = self.steps.done() | self.hosts.done()
+        done = {"/".join(writer): seq for writer, seq in last_seqs.items() if seq >= 0}
         return msgspec.structs.replace(
             self.saved,
             done=self.saved.done | done,
@@ -634,10 +622,6 @@ class FollowedRun:
             scalars=self._scalars.state(),
         )
 
-    def _processed_seqs(self) -> Mapping[Writer, int]:
-        """Return by stream the last row that need not be read again."""
-        return {**self.steps.done(), **self.hosts.done()}
-
 
 def open_run(
     connection: Connection,
@@ -645,10 +629,8 @@ def open_run(
     *,
     watch: FleetConfig | None = None,
 ) -> FollowedRun:
-    """Return the run as it was stored, or from its beginning."""
-    query = select(engine_state.c.body).where(engine_state.c.name == watch_state_name(run_id))
-    body = connection.execute(query).scalar()
-    saved = RunWatchState() if body is None else msgspec.msgpack.decode(body, type=RunWatchState)
+    """Load a run's fleet detectors as they were stored, or start new ones."""
+    saved = _load_saved(connection, run_id, RunWatchState)
     watchers, steps = FleetDetectors(watch), StepMerger()
     if saved.merger:
         steps.load_state_dict(saved.merger)
@@ -664,7 +646,6 @@ def open_run(
 
 
 # ----------------------------------------------------------------------------------------- all runs
-
 
 COLLECTOR = "collector"
 """The incarnation of findings that no rank wrote."""
@@ -724,6 +705,7 @@ class LiveMonitor:
 
     With several collectors, each processes the runs that it owns; storing results of a run that
     another one has acquired in the meantime fails. ``now_ns`` is a monotonic clock throughout.
+    After a StorageError nothing is lost: call again.
     """
 
     def __init__(self, store: Store, config: LiveMonitorConfig | None = None) -> None:
@@ -745,11 +727,11 @@ class LiveMonitor:
 
     @property
     def num_left_to_store(self) -> int:
-        """Rows that memory had no room for: they are read from the store."""
+        """Return how many new rows memory had no space for: they are read from the store."""
         return self._live.num_dropped
 
     def add(self, batches: Iterable[Batch]) -> None:
-        """Add committed batches; the next ``poll`` processes them."""
+        """Add batches that were just committed; the next ``poll`` runs the detectors on them."""
         self._live.add(batches)
 
     def note(self, run_id: str) -> None:
@@ -763,11 +745,7 @@ class LiveMonitor:
             self._with_scalars.add(run_id)
 
     def take_over(self, run_ids: Collection[str]) -> None:
-        """Load the stored state of runs that this collector has acquired.
-
-        Raises:
-            StorageError: the store refused; call again.
-        """
+        """Load the fleet detectors of runs that this collector has acquired."""
         if not run_ids:
             return
         with self._store.read_transaction() as connection:
@@ -776,7 +754,7 @@ class LiveMonitor:
             self._begin_again(run_id)
 
     def _stop_following(self, run_ids: Iterable[str]) -> None:
-        """Forget runs that others follow now."""
+        """Drop the fleet detectors of runs that other collectors follow now."""
         for run_id in run_ids:
             self._live.pop(run_id)
             self._with_scalars.discard(run_id)
@@ -793,14 +771,8 @@ class LiveMonitor:
     ) -> PollResult:
         """Process new rows of all runs, and store the detectors' findings.
 
-        Args:
-            now_ns: a monotonic clock.
-            running: runs that are running.
-            only_new: process only runs with new rows.
-            owned: runs to process, among those given to ``take_over``; None: all.
-
-        Raises:
-            StorageError: the store refused; nothing is lost, call again.
+        With ``only_new``, skip running runs without new rows. ``owned`` are runs given to
+        ``take_over``; None: all.
         """
         if owned is not None:
             followed_here = {*self._queue((), only_new=False)}
@@ -846,7 +818,7 @@ class LiveMonitor:
         return () if followed is None else tuple(followed.saved.lasting)
 
     def _load_unwatched(self) -> None:
-        """Note what an earlier process has stored and not watched."""
+        """Note stored rows that the fleet detectors of an earlier process did not process."""
         with self._store.read_transaction() as connection:
             unread = unread_runs(connection)
             self._aside = load_suspended_runs(connection)
@@ -922,7 +894,7 @@ class LiveMonitor:
         return followed
 
     def _begin_again(self, run_id: str) -> None:
-        """Reload the stored state, because memory is ahead of it."""
+        """Reload a run's stored detectors, because those in memory are ahead of them."""
         self._drop_run(run_id)
         self.note(run_id)
 
@@ -1000,15 +972,8 @@ class LiveMonitor:
             rows = [row for of_run in states for row in of_run.findings]
             if rows:
                 connection.execute(findings.insert(), rows)
-            bodies = [{"name": watch_state_name(k.followed.run_id), "body": k.body} for k in states]
-            if bodies:
-                statement = insert(connection, engine_state)
-                connection.execute(
-                    statement.on_conflict_do_update(
-                        index_elements=["name"], set_={"body": statement.excluded.body}
-                    ),
-                    bodies,
-                )
+            bodies = {watch_state_name(k.followed.run_id): k.body for k in states}
+            save_states(connection, bodies)
         return claimed_runs
 
 
@@ -1023,38 +988,6 @@ def _build_state_to_store(
 
 
 def _finding_row(run_id: str, seq: int, record: TimedFinding) -> dict[str, object]:
-    """Return the row of ``findings`` for a fleet detector's finding."""
-    finding = record.finding
-    return {
-        "run_id": run_id,
-        "incarnation": COLLECTOR,
-        "seq": seq,
-        "time_unix_ns": record.time_unix_ns,
-        "step": finding.step,
-        "attempt": record.attempt,
-        "rank": finding.rank,
-        "kind": remove_nul(finding.kind),
-        "level": finding.level,
-        "detector": remove_nul(finding.detector),
-        "body": msgspec.msgpack.encode(finding),
-    }
-
-
-__all__ = [
-    "COLLECTOR",
-    "FollowedRun",
-    "LiveMonitor",
-    "LiveMonitorConfig",
-    "PollResult",
-    "RunWatchState",
-    "TimedFinding",
-    "delete_watch_progress",
-    "load_suspended_runs",
-    "load_watch_progress",
-    "open_run",
-    "resume_watching",
-    "suspend_watching",
-    "unread_runs",
-    "watch_state_name",
-    "watched_onsets",
-]
+    key = {"run_id": run_id, "incarnation": COLLECTOR, "seq": seq}
+    columns = finding_columns(record.finding, record.attempt)
+    return {**key, "time_unix_ns": record.time_unix_ns, **columns}

@@ -2,11 +2,11 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import Column, Connection, Row, Select, and_, func, select
+from sqlalchemy import Column, ColumnElement, Connection, Row, Select, and_, func, select
 
 from trainvitals.alerting import ABSENCE_ALERTS
 from trainvitals.records import Decision, RunInfo, is_skip
@@ -33,7 +33,7 @@ _info = msgspec.msgpack.Decoder(RunInfo).decode
 def load_run_summaries(
     connection: Connection, when: Liveness, run_id: str | None = None
 ) -> tuple[RunSummary, ...]:
-    """Return the summary of every run, or of one; the latest run first."""
+    """Load the list of runs with their current states, or one of them; the latest first."""
     shown = select(runs).where(~is_being_removed())
     rows = connection.execute(
         _filter_by_run(shown, runs.c.run_id, run_id).order_by(runs.c.run_id.desc())
@@ -47,7 +47,7 @@ def load_run_summaries(
 
 
 def skips_by_cause(connection: Connection, run_id: str | None = None) -> dict[tuple[str, str], int]:
-    """Return how many updates were skipped, by run and cause.
+    """Return how many updates the runs have skipped so far, by run and cause.
 
     The step of a rollback or a halt is not counted: its update was not applied either, but the
     decision log shows the rollback or the halt for it.
@@ -65,7 +65,7 @@ def skips_by_cause(connection: Connection, run_id: str | None = None) -> dict[tu
 
 
 def count_lost_steps(connection: Connection, ids: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Return by run how many steps are lost work, each once, and the batches dropped."""
+    """Count the steps that each run has lost so far, each once, and the batches dropped."""
     columns = decisions.c
     query = select(columns.run_id, columns.body).where(
         columns.run_id.in_(ids), columns.action != "continue"
@@ -97,31 +97,25 @@ class _RunCounts:
     """Numbers of skips, rollbacks, attempts and alerts by run, for the list of runs."""
 
     def __init__(self, connection: Connection, run_id: str | None) -> None:
-        self.rollbacks = _count_by_columns(
+        of_decision, of_alert = decisions.c, alerts.c
+        is_firing = of_alert.state == "firing"
+        self.rollbacks = _count_rows(
             connection,
-            _filter_by_run(select(decisions.c.run_id), decisions.c.run_id, run_id).where(
-                decisions.c.acted, decisions.c.action == "rollback"
-            ),
-            (decisions.c.run_id,),
+            run_id,
+            [of_decision.run_id],
+            of_decision.acted,
+            of_decision.action == "rollback",
         )
         self.skips = Counter[str]()
         for (of, _), num in skips_by_cause(connection, run_id).items():
             self.skips[of] += num
-        self.attempts = _count_by_columns(
-            connection,
-            _filter_by_run(select(attempts.c.run_id), attempts.c.run_id, run_id),
-            (attempts.c.run_id,),
-        )
-        self.firing = _count_by_columns(
-            connection,
-            _filter_by_run(
-                select(alerts.c.run_id, alerts.c.severity), alerts.c.run_id, run_id
-            ).where(alerts.c.state == "firing"),
-            (alerts.c.run_id, alerts.c.severity),
+        self.attempts = _count_rows(connection, run_id, [attempts.c.run_id])
+        self.firing = _count_rows(
+            connection, run_id, [of_alert.run_id, of_alert.severity], is_firing
         )
         absences = _filter_by_run(
-            select(alerts.c.run_id, alerts.c.labels), alerts.c.run_id, run_id
-        ).where(alerts.c.state == "firing", alerts.c.name.in_(ABSENCE_ALERTS))
+            select(of_alert.run_id, of_alert.labels), of_alert.run_id, run_id
+        ).where(is_firing, of_alert.name.in_(ABSENCE_ALERTS))
         self.missing: dict[str, list[str]] = defaultdict(list)
         """By run, the lost nodes, agents and ranks."""
         for of, labels in connection.execute(absences):
@@ -143,11 +137,15 @@ class _RunCounts:
         its steps as unmeasured."""
 
 
-def _count_by_columns(
-    connection: Connection, query: Select[Any], by: Iterable[Column[Any]]
+def _count_rows(
+    connection: Connection,
+    run_id: str | None,
+    by: Sequence[Column[Any]],
+    *conditions: ColumnElement[bool],
 ) -> dict[tuple[str, ...], int]:
-    """Count the rows of a query by columns, for the list of runs."""
-    rows = connection.execute(query.add_columns(func.count()).group_by(*by))
+    """Count rows of all runs, or one, by columns, of which the first is the run's id."""
+    query = select(*by, func.count()).where(*conditions).group_by(*by)
+    rows = connection.execute(_filter_by_run(query, by[0], run_id))
     return {tuple(row[:-1]): int(row[-1]) for row in rows}
 
 
@@ -157,7 +155,6 @@ def _filter_by_run(query: Select[Any], column: Column[Any], run_id: str | None) 
 
 
 def _last_decisions(connection: Connection, run_id: str | None) -> dict[str, Decision]:
-    """Return each run's latest decision, for the list of runs."""
     newest = (
         _filter_by_run(
             select(decisions.c.run_id, func.max(decisions.c.ledger_seq).label("ledger_seq")),
@@ -181,7 +178,7 @@ def _run_summary(
     counts: _RunCounts,
     when: Liveness,
 ) -> RunSummary:
-    """Return one line of the list of runs."""
+    """Return one line of the list of runs: the run's current state, health and numbers."""
     run_id = row.run_id
     states = [_source_state(source) for source in of_run]
     state = run_state(states, when)
@@ -236,21 +233,21 @@ def _has_recent_finding(
 
 
 def _stored_float(stored: float | str | None) -> float | None:
-    """Return the number; SQLite holds NaN as text."""
+    """Return a number in the list of runs; SQLite holds NaN as text."""
     return None if stored is None else float(stored)
 
 
 def _head(of_run: Sequence[Row[Any]]) -> Row[Any] | None:
-    """Return rank 0's incarnation with the latest step, which represents the run."""
+    """Return rank 0's incarnation with the latest step, whose values the list of runs shows."""
     heads = [source for source in of_run if source.source == "rank:0" and source.last_step >= 0]
     return max(heads, key=lambda source: source.last_step_unix_ns, default=None)
 
 
 def _is_recent(last: Decision | None, step: int, steps: int = RECENT_STEPS) -> bool:
-    """Return whether the run's last decision acted at most some steps ago."""
+    """Return whether the run's last decision acted so recently that its health depends on it."""
     return last is not None and last.acted and abs(step - last.decided_at_step) <= steps
 
 
 def _source_state(source: Row[Any]) -> SourceState:
-    """Return the state of a row of ``sources``."""
+    """Convert a row of ``sources`` to the state of a part of a run."""
     return SourceState._make(getattr(source, name) for name in SourceState._fields)

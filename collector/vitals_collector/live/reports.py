@@ -31,7 +31,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def news(self) -> tuple[object, ...]:
-        """Urgent part of a run owner's report: everything except the current step."""
+        """Return the urgent part of a run's reported state: everything except the step."""
         now = self.now
         holds = (now.state, now.conditions, now.lasting, now.last_unhealthy_step)
         return (self.epoch, self.num_told, *holds)
@@ -41,7 +41,7 @@ _decode = msgspec.msgpack.Decoder(RunReport).decode
 
 
 class RunReporter:
-    """Writes reports of owned runs if they have changed."""
+    """Writes reports of owned runs if they have changed. After a StorageError, call again."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -56,16 +56,10 @@ class RunReporter:
         *,
         only_new: bool,
     ) -> None:
-        """Report the runs that are owned.
+        """Report the runs that are owned; with ``only_new``, only what cannot wait.
 
-        Args:
-            owned: the number of each run's lease.
-            reported_runs: runs with new events that may raise alerts, one entry per event.
-            present: runs as they are now.
-            only_new: only what cannot wait.
-
-        Raises:
-            StorageError: the store refused; call again.
+        ``owned`` has the epoch of each run's lease. ``reported_runs`` has one entry for each new
+        event that may raise alerts.
         """
         self._num_told.update(reported_runs)
         due: dict[str, RunReport] = {}
@@ -83,23 +77,18 @@ class RunReporter:
         with self._store.write() as connection:
             claimed_runs = self._store.claims.hold(connection, due.keys())
             bodies = {run_id: msgspec.msgpack.encode(due[run_id]) for run_id in claimed_runs}
-            if bodies:
-                write_reports(connection, bodies)
+            write_reports(connection, bodies)
         self._written = {run_id: r for run_id, r in self._written.items() if run_id in owned} | due
 
     def withdraw(self, run_ids: Collection[str]) -> None:
-        """Stop reporting owned runs: this collector is the pager itself.
-
-        Raises:
-            StorageError: the store refused; call again.
-        """
+        """Stop reporting states of owned runs: this collector raises their alerts itself."""
         with self._store.write() as connection:
             delete_reports(connection, run_ids)
         self._written.clear()
 
 
 def report_of(run: OwnedElsewhere) -> RunReport | None:
-    """Return the report of a run's current owner; None if there is none in this version."""
+    """Return the run state that its current owner reported, to raise alerts from it; or None."""
     if not run.report:
         return None
     try:
@@ -108,6 +97,3 @@ def report_of(run: OwnedElsewhere) -> RunReport | None:
         _LOG.warning("report_not_read run=%s: %s", run.run_id, error)
         return None
     return report if report.epoch == run.epoch else None
-
-
-__all__ = ["RunReport", "RunReporter", "report_of"]

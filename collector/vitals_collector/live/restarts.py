@@ -41,12 +41,12 @@ class Restart(NamedTuple):
 
     @property
     def lost_steps(self) -> int:
-        """Number of wasted steps."""
+        """Return how many steps a run lost by the restart."""
         return sum(high - low + 1 for _, low, high in self.lost)
 
 
 def restarts_of(connection: Connection, ids: Sequence[str]) -> dict[str, list[Restart]]:
-    """Return the restarts of each of these runs, the oldest first."""
+    """Find the restarts of each run, for the list of runs and for incidents; oldest first."""
     branches: dict[str, list[tuple[AttemptRow, int]]] = {run_id: [] for run_id in ids}
     columns = attempts.c
     query = select(
@@ -80,7 +80,7 @@ def restarts_of(connection: Connection, ids: Sequence[str]) -> dict[str, list[Re
 
 
 def _rolled_back_to(connection: Connection, run_id: str) -> set[int]:
-    """Return the attempts that rollbacks started."""
+    """Return the attempts that rollbacks started, which are not restarts of the run."""
     columns = decisions.c
     bodies = connection.execute(
         select(columns.body).where(
@@ -125,6 +125,3 @@ def _find_restarts(
             )
         )
     return found
-
-
-__all__ = ["Lost", "Restart", "restarts_of"]

@@ -7,19 +7,19 @@ derive the state from the sources; ``now`` is passed in.
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, Select, select
 
 from trainvitals.errors import UNREADABLE
 from trainvitals.records import Decision, Finding
 from trainvitals.views import Health, RunState
 from vitals_collector.live.step_join import MOST_RANKS
+from vitals_collector.numbers.interface import rank_of
 from vitals_collector.storage.schema import decisions, events, findings, runs, sources
 
 _FINAL: tuple[RunState, ...] = ("halted", "failed", "interrupted", "finished")
@@ -63,7 +63,7 @@ _Incarnation = TypeVar("_Incarnation", SourceState, Row[Any])
 
 
 def _latest_incarnations(sources: Iterable[SourceState]) -> dict[str, SourceState]:
-    """Return the latest incarnation of each source."""
+    """Return the latest incarnation of each source, on which the run's state depends."""
     newest: dict[str, SourceState] = {}
     again: dict[str, list[SourceState]] = {}
     for source in sources:  # of thousands, mostly started once
@@ -76,7 +76,7 @@ def _latest_incarnations(sources: Iterable[SourceState]) -> dict[str, SourceStat
 
 
 def _last_reporting_incarnation(incarnations: Sequence[_Incarnation]) -> _Incarnation:
-    """Return the incarnation that reported last.
+    """Return the incarnation that reported last, on which the run's state depends.
 
     Not the one started last: it may be on another node, whose clock is behind. Among ended ones,
     the one that ended last: rows of another may have arrived after its end.
@@ -90,20 +90,13 @@ def _last_reporting_incarnation(incarnations: Sequence[_Incarnation]) -> _Incarn
 
 
 def _is_rank_of(source: SourceState, head: SourceState | None) -> bool:
-    """Return whether this is a rank of the present world, not one a smaller relaunch left over."""
-    rank = _number_of(source.source)
+    """Return whether the source is a rank of the current launch, so that the run needs it."""
+    rank = rank_of(source.source)
     return rank >= 0 and (head is None or head.world_size < 1 or rank < head.world_size)
 
 
-@lru_cache(maxsize=4 * MOST_RANKS)
-def _number_of(source: str) -> int:
-    """Return the rank of a source; -1 if it is not a rank."""
-    kind, _, number = source.partition(":")
-    return int(number) if kind == "rank" else -1
-
-
 def last_seen(sources: Iterable[SourceState]) -> int:
-    """Return when one of the run's own sources last reported; pseudo-nodes do not count."""
+    """Return when a run's sources last reported, for its state; pseudo-nodes do not count."""
     reporting = (one for one in sources if not one.source.startswith(f"node:{GUEST}"))
     return max((one.last_seen_unix_ns for one in reporting), default=0)
 
@@ -136,7 +129,7 @@ def run_state(sources: Sequence[SourceState], when: Liveness) -> RunState:
 
 
 def _lost_one_first(ranks: Sequence[SourceState]) -> bool:
-    """Return whether a rank was lost before the first other rank ended.
+    """Return whether a run has failed: a rank was lost before the first other rank ended.
 
     A rank that exceeds the launcher's grace period is killed: that is not a fault.
     """
@@ -179,7 +172,7 @@ def health(
 
 
 def _is_silent(source: SourceState, when: Liveness) -> bool:
-    """Return whether a source has not reported for too long, by our clock."""
+    """Return whether a source has sent no rows for so long that its run may be lost."""
     # The sender's clock may be wrong and a spool may be late: this collector's own clock at the
     # last arrival counts, unless the rows are read from a directory.
     heard = source.last_seen_unix_ns
@@ -232,7 +225,7 @@ class _RankReportTimes(NamedTuple):
 
 
 def find_absent_parts(sources: Sequence[SourceState], when: Liveness) -> AbsentParts:
-    """Return the lost parts of a running run; none during the import of a directory."""
+    """Return the lost parts of a running run, to alert about; none during an import."""
     newest = _latest_incarnations(sources)
     head = newest.get("rank:0")
     if when.is_reading_in or head is None:
@@ -244,7 +237,11 @@ def find_absent_parts(sources: Sequence[SourceState], when: Liveness) -> AbsentP
     relaunched = _last_relaunch_time(sources, ranks)
     present = [rank for rank in ranks if rank.source.last_received_unix_ns >= relaunched]
     expected = [rank for rank in present if not rank.source.ended_state]
-    is_silent = _silence_predicate(when)
+    silent_since = when.now_unix_ns - int(when.lost_after_seconds * 1e9)
+
+    def is_silent(heard_ns: int) -> bool:
+        return heard_ns < silent_since
+
     speaking = _last_of_nodes(newest.values(), when)
     dead = [rank for rank in expected if rank.source.alive == 0]
     ranks_of: dict[str, list[_RankReportTimes]] = defaultdict(list)
@@ -287,7 +284,7 @@ def lost_before_the_end(sources: Sequence[SourceState], when: Liveness) -> Absen
 
 
 def _launch_time(source: SourceState) -> int:
-    """Return when it started by the collector's clock; later if its rows or clock are late."""
+    """Return when a part of a run started, by the collector's clock; later if its rows are late."""
     return source.last_received_unix_ns - max(0, source.last_seen_unix_ns - source.started_unix_ns)
 
 
@@ -299,11 +296,11 @@ def _last_relaunch_time(sources: Sequence[SourceState], ranks: Sequence[_RankRep
 
 
 def find_ranks_behind(sources: Sequence[SourceState]) -> tuple[int, ...]:
-    """Return the ranks that have not reached the latest step of the others; none if all have."""
+    """Return the ranks whose latest step has not arrived, while that of others has."""
     newest = _latest_incarnations(sources)
     head = newest.get("rank:0")
     steps = {
-        _number_of(source.source): source.last_step
+        rank_of(source.source): source.last_step
         for source in newest.values()
         if _is_rank_of(source, head) and not source.ended_state
     }
@@ -317,18 +314,12 @@ def _last_report_times(source: SourceState, when: Liveness) -> _RankReportTimes:
     # Both times are of the sender's clock: how long it reported after its latest step.
     since_step = max(0, source.last_seen_unix_ns - source.last_step_unix_ns)
     return _RankReportTimes(
-        _number_of(source.source), source, last, source.last_received_unix_ns - since_step
+        rank_of(source.source), source, last, source.last_received_unix_ns - since_step
     )
 
 
-def _silence_predicate(when: Liveness) -> Callable[[int], bool]:
-    """Return a function: whether the time of a last report is too long ago."""
-    limit = when.now_unix_ns - int(when.lost_after_seconds * 1e9)
-    return lambda heard_ns: heard_ns < limit
-
-
 def _last_of_nodes(sources: Iterable[SourceState], when: Liveness) -> dict[str, int]:
-    """Return when each node last reported, for nodes that ever had an agent."""
+    """Return when each node of a run last reported; nodes that never had an agent are left out."""
     last: dict[str, int] = {}
     spoke: set[str] = set()
     for source in sources:
@@ -365,7 +356,6 @@ def _never_heard(
 
 
 # -------------------------------------------------------------------------------------- of all runs
-
 
 _RUNS_AT_ONCE = 100
 _MOST_NAMED = 8
@@ -411,10 +401,8 @@ class _LastDecisions(NamedTuple):
 class RunStatusCache:
     """States of runs. ``touch`` is thread-safe.
 
-    Args:
-        is_shared: other collectors may have received data of a run before this one first checked
-            it: its silence counts from then on, because its senders may not have found this one
-            yet.
+    With ``is_shared``, other collectors may have received data of a run before this one first
+    checked it: silence counts from then on, because its senders may not have found this one yet.
     """
 
     def __init__(self, *, is_shared: bool = False) -> None:
@@ -441,7 +429,7 @@ class RunStatusCache:
 
     @property
     def running(self) -> set[str]:
-        """The running runs."""
+        """Return the runs whose latest state is running."""
         return {status.run_id for status in self._statuses.values() if status.state == "running"}
 
     def statuses(self, run_ids: Iterable[str] | None = None) -> list[RunStatus]:
@@ -470,12 +458,9 @@ class RunStatusCache:
     ) -> set[str]:
         """Refresh the states of runs and return the refreshed runs.
 
-        Args:
-            connection: of a ``Store.read_transaction``.
-            when: when a silent run counts as lost.
-            only_new: refresh only runs with urgent news, otherwise all that may change.
-            of: only these runs; None: all.
-            exclude: runs that other collectors refresh.
+        With ``only_new``, refresh only runs with urgent news, otherwise all that may change. ``of``
+        limits that to some runs; others refresh those in ``exclude``. The connection is that of a
+        ``Store.read_transaction``.
         """
         with self._lock:
             touched = self._touched
@@ -544,7 +529,7 @@ class RunStatusCache:
             self._statuses[run_id] = status
 
     def _heard_since(self, run_id: str, when: Liveness) -> Liveness:
-        """Return the criteria, with silence counted from the run's first check here."""
+        """Return the criteria of lost runs, with silence counted from the first check here."""
         if not self._is_shared:
             return when
         since = self._since.setdefault(run_id, when.now_unix_ns)
@@ -557,7 +542,7 @@ class RunStatusCache:
         of_run: Sequence[tuple[str, SourceState]],
         when: Liveness,
     ) -> RunStatus:
-        """Add the lost parts, and those that were silent since this collector started."""
+        """Add a run's lost parts, and those that were silent since this collector started."""
         if status.state == "failed":
             parts, gone = [state for _, state in of_run], lost_before_the_end
         else:
@@ -670,7 +655,7 @@ def _status_of(
 def _load_end_reason(
     connection: Connection, run_id: str, state: RunState, started_unix_ns: int
 ) -> str:
-    """Return the reason of the first failed rank, otherwise an agent's reason for a lost one."""
+    """Load the reason for a run's state: of the first failed rank, otherwise an agent's."""
     if state == "failed":
         query = (
             select(sources.c.source, sources.c.ended_reason, sources.c.ended_unix_ns)
@@ -688,16 +673,7 @@ def _load_end_reason(
             cause = f"{failure.source.replace(':', ' ')}: {failure.ended_reason}"
             killed = _find_killed_rank(connection, run_id, started_unix_ns, failure.ended_unix_ns)
             return f"{killed}; then {cause}" if killed else cause
-    notes = (
-        select(events.c.summary)
-        .where(
-            events.c.run_id == run_id,
-            events.c.kind == "Note",
-            events.c.summary.endswith(_GONE),
-            events.c.time_unix_ns >= started_unix_ns,
-        )
-        .order_by(events.c.time_unix_ns)
-    )
+    notes = _notes_of_lost_ranks(run_id, started_unix_ns)
     # An agent may report a death before a relaunch only after the relaunch started.
     replaced = _find_replaced_processes(connection, run_id)
     for note in connection.execute(notes).scalars():
@@ -714,21 +690,21 @@ def _find_killed_rank(
     Those that the launcher ends afterwards are sent SIGTERM.
     """
     table = events.c
-    query = (
-        select(table.summary)
-        .where(
-            table.run_id == run_id,
-            table.kind == "Note",
-            table.summary.endswith(_GONE),
-            table.summary.contains("clean exit (signal "),
-            ~table.summary.contains("SIGTERM"),
-            table.time_unix_ns.between(started_unix_ns, failed_unix_ns + _TOLD_NS),
-        )
-        .order_by(table.time_unix_ns)
-        .limit(1)
+    query = _notes_of_lost_ranks(run_id, started_unix_ns).where(
+        table.summary.contains("clean exit (signal "),
+        ~table.summary.contains("SIGTERM"),
+        table.time_unix_ns <= failed_unix_ns + _TOLD_NS,
     )
-    note = connection.execute(query).scalar()
+    note = connection.execute(query.limit(1)).scalar()
     return "" if note is None else str(note).removesuffix(_GONE)
+
+
+def _notes_of_lost_ranks(run_id: str, since_unix_ns: int) -> Select[Any]:
+    """Return the query for the agents' notes that a rank's process has ended, oldest first."""
+    table = events.c
+    conditions = (table.run_id == run_id, table.kind == "Note", table.summary.endswith(_GONE))
+    query = select(table.summary).where(*conditions, table.time_unix_ns >= since_unix_ns)
+    return query.order_by(table.time_unix_ns)
 
 
 def hang_of(connection: Connection, run_id: str, last_step: int) -> str:
@@ -768,7 +744,7 @@ def _process_label(rank: Row[Any]) -> str:
 
 
 def _last_report_text(parts: Sequence[SourceState]) -> str:
-    """Return when a run last reported, and where its ranks were."""
+    """Describe the state of a lost run: its last report, and the nodes of its ranks."""
     newest = _latest_incarnations(parts)
     ranks = [s for s in newest.values() if _is_rank_of(s, newest.get("rank:0"))]
     nodes = sorted({rank.node for rank in ranks} - {""})
@@ -826,18 +802,3 @@ def _load_last_decisions(connection: Connection, run_id: str) -> _LastDecisions:
         return _LastDecisions(last_trouble, _decision(halt.body), halt.time_unix_ns)
     except UNREADABLE:  # of a later version; its ranks report their end themselves
         return _LastDecisions(last_trouble)
-
-
-__all__ = [
-    "AbsentParts",
-    "Liveness",
-    "RunStatus",
-    "RunStatusCache",
-    "SourceState",
-    "find_absent_parts",
-    "find_ranks_behind",
-    "hang_of",
-    "health",
-    "last_seen",
-    "run_state",
-]

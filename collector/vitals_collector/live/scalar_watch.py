@@ -106,7 +106,7 @@ class ScalarWatch:
 
     @property
     def is_used(self) -> bool:
-        """Whether the run declared a kind of which scalars are judged."""
+        """Return whether the run declared a kind whose scalars are judged as they arrive."""
         return self._detectors is not None
 
     def read(self, moment: ReadSnapshot, budget: int, now_ns: int) -> ScalarsRead:
@@ -132,10 +132,11 @@ class ScalarWatch:
         return ScalarsRead(findings, num_rows)
 
     def finish(self) -> list[FindingAt]:
-        """Return the findings about the latest step: the run ended, so it gets no more rows."""
+        """Judge the latest step of a run that has ended: no more rows of it arrive."""
         return self._judge_open()
 
     def _find_task(self, connection: Connection) -> bool:
+        """Find the run's kind in the store, and load the detectors of its scalars."""
         info = stored_info(connection, self.run_id)
         if info is None or info == self._info:
             return False
@@ -155,7 +156,7 @@ class ScalarWatch:
         return True
 
     def _new_changes(self, connection: Connection) -> list[Key]:
-        """Return the announced changes that the detectors do not know yet, in order."""
+        """Query the announced changes that the live detectors do not know yet, in order."""
         attempt, step = self.saved.changed
         is_later = (events.c.attempt > attempt) | (
             (events.c.attempt == attempt) & (events.c.step > step)
@@ -168,31 +169,32 @@ class ScalarWatch:
     def _named_rows(
         self, moment: ReadSnapshot, incarnation: str, first: int, last: int, now_ns: int
     ) -> tuple[list[_Row], int]:
-        """Return the rows that the detectors read, and the last row that need not be read again.
+        """Read scalars whose names have arrived; return also the last row not to read again.
 
         A row without a stored name waits for it, and with it all later ones.
         """
         span = RowSpan(self.run_id, SCALARS, seqs={incarnation: (first, last + 1)})
         columns = moment.numbers.scan(span, _COLUMNS)
         seqs, ids = columns["seq"].values, columns["name"].values
-        known = self._names.get(incarnation, _Names())
-        if (ids > known.last).any():
+        writer_names = self._names.get(incarnation, _Names())
+        if (ids > writer_names.last).any():
             stored = _names_of(moment.sql, self.run_id, incarnation)
-            known = stored._replace(last=max(stored.last, known.last))
-        is_unnamed = ids > known.last
+            writer_names = stored._replace(last=max(stored.last, writer_names.last))
+        is_unnamed = ids > writer_names.last
         if not is_unnamed.any():
             self._waits.pop(incarnation, None)
         elif now_ns - self._waits.setdefault(incarnation, now_ns) < _NAME_WAIT_NS:
             last = int(seqs[is_unnamed].min()) - 1
         else:
             del self._waits[incarnation]
-            known = known._replace(last=int(ids.max()))
-        self._names[incarnation] = known
-        chosen = np.isin(ids, list(known.read)) & (seqs <= last)
+            writer_names = writer_names._replace(last=int(ids.max()))
+        self._names[incarnation] = writer_names
+        chosen = np.isin(ids, list(writer_names.read)) & (seqs <= last)
         values = (columns[name].values[chosen].tolist() for name in _COLUMNS)
         return sorted(map(_Row._make, zip(*values, strict=True))), last
 
     def _add(self, row: _Row, incarnation: str) -> list[FindingAt]:
+        """Add a row that arrived to its step; if it starts a step, judge the one before."""
         key = (row.attempt, row.step)
         findings: list[FindingAt] = []
         if self._open is None or key > self._open.key:
@@ -205,7 +207,7 @@ class ScalarWatch:
         return findings
 
     def _judge_open(self) -> list[FindingAt]:
-        """Judge the latest step: it gets no more rows."""
+        """Judge the latest step: no more rows of it arrive."""
         if self._open is None or self._detectors is None:
             return []
         key, time_unix_ns, _, _ = self._open
@@ -220,11 +222,11 @@ class ScalarWatch:
         return [(finding, attempt, time_unix_ns) for finding in findings]
 
     def lasting(self) -> frozenset[str]:
-        """Return the detectors with a reported condition that still holds."""
+        """Return the live detectors with a reported condition that still holds."""
         return frozenset() if self._detectors is None else self._detectors.lasting()
 
     def state(self) -> ScalarState:
-        """Return the state to store; rows of the latest step are read again."""
+        """Return the state to store between polls; rows of the latest step are read again."""
         if self._detectors is None:
             return self.saved
         done = self.saved.done | self._read
@@ -236,7 +238,7 @@ class ScalarWatch:
 
 
 def has_unread_scalars(connection: Connection, run_id: str, done: Mapping[str, int]) -> bool:
-    """Return whether scalars are stored that are to be judged, after those that are done."""
+    """Return whether scalars have arrived that detectors read, but have not read yet."""
     is_unread = any(
         last_seq > done.get(incarnation, -1)
         for incarnation, last_seq in _incarnations(connection, run_id)
@@ -246,7 +248,7 @@ def has_unread_scalars(connection: Connection, run_id: str, done: Mapping[str, i
 
 
 def _incarnations(connection: Connection, run_id: str) -> Sequence[tuple[str, int]]:
-    """Return the starts of rank 0 with scalars, oldest first, and their last stored row."""
+    """Return the starts of rank 0 whose scalars arrived, oldest first, and their last row."""
     at = (streams.c.run_id == sources.c.run_id) & (streams.c.incarnation == sources.c.incarnation)
     query = (
         select(streams.c.incarnation, streams.c.last_seq)
@@ -262,6 +264,7 @@ def _incarnations(connection: Connection, run_id: str) -> Sequence[tuple[str, in
 
 
 def _names_of(connection: Connection, run_id: str, incarnation: str) -> _Names:
+    """Query the names of a writer's scalars that the live detectors read."""
     query = select(names.c.id, names.c.name).where(
         names.c.run_id == run_id,
         names.c.incarnation == incarnation,

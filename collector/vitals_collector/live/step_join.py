@@ -78,7 +78,7 @@ class WriterRows:
         return len(self.seq)
 
     def take(self, which: Mask) -> "WriterRows":
-        """Return the selected rows; the object itself if all are selected."""
+        """Select rows to join to steps; the object itself if all are selected."""
         if which.all():
             return self
         return WriterRows(
@@ -91,13 +91,13 @@ class WriterRows:
         )
 
     def until(self, key: Key) -> Mask:
-        """Return which rows are at or before a key."""
+        """Return which of the arrived rows are at or before a key of attempt and step."""
         attempt, step = key
         mask: Mask = (self.attempt < attempt) | ((self.attempt == attempt) & (self.step <= step))
         return mask
 
     def last(self) -> Key:
-        """Return the highest key; there must be rows."""
+        """Return the highest attempt and step of the rows that arrived; there must be rows."""
         attempt = int(self.attempt.max())
         return attempt, int(self.step[self.attempt == attempt].max())
 
@@ -105,7 +105,7 @@ class WriterRows:
 def decode_rank_rows(
     schema: Schema, rows: npt.NDArray[np.void], names: Iterable[str], origin: RowWriters
 ) -> WriterRows:
-    """Return the rows' numbers; text and unknown columns are left out."""
+    """Decode the ranks' rows as they arrive, to join them; text columns are left out."""
 
     def whole(name: str) -> Ints:
         return column_of(schema, rows, name)[0].astype(np.int64)
@@ -125,7 +125,7 @@ def decode_rank_rows(
 
 
 def step_columns(schema: Schema, *, is_rank0: bool) -> list[str]:
-    """Return the columns to decode of a rank's steps; rank 0 writes for all as well."""
+    """Return the columns to join of a rank's steps; rank 0 writes for all ranks as well."""
     if not is_rank0:
         return list(RANK_COLUMNS)
     groups = [c.name for c in schema.columns if c.name.startswith("learning_rate.")]
@@ -150,7 +150,7 @@ class MergeResult(NamedTuple):
 
 
 def merge_steps(parts: Sequence[WriterRows], layers: Sequence[LayerPart] = ()) -> MergeResult:
-    """Return one row for each (attempt, step) that any rank wrote; of one written twice, the last.
+    """Join the ranks' rows to one per (attempt, step); if one was written twice, the last.
 
     A layer's rows of a step that no rank wrote are left out.
     """
@@ -180,7 +180,7 @@ def _merge_block(
     parts: Sequence[WriterRows],
     layers: Mapping[Key, dict[str, dict[str, float]]],
 ) -> MergeResult:
-    """Merge some steps of one attempt; ``width`` is the number of its ranks."""
+    """Join the ranks' rows of some steps; ``width`` is the number of ranks of the attempt."""
     shape = (len(steps), width)
     times = np.full(len(steps), _NO_TIME)
     of_root = times.copy()
@@ -227,7 +227,7 @@ def _merge_block(
 
 
 def _run_rows(rows: WriterRows, root: Ints) -> Iterator[dict[str, Value]]:
-    """Yield rank 0's measurements of the run per row; missing ones are absent."""
+    """Yield rank 0's measurements of the run for each joined step; missing ones are absent."""
     run_columns = {name: c for name, c in rows.columns.items() if name not in RANK_COLUMNS}
     if len(root) == 1:  # the usual case; an array per number would dominate the cost
         at = int(root[0])
@@ -281,7 +281,6 @@ def _layers_by_step(parts: Sequence[LayerPart]) -> dict[Key, dict[str, dict[str,
 
 # ----------------------------------------------------------------------- held until a step is whole
 
-
 Writer = tuple[str, str]
 """An incarnation and one of its streams."""
 
@@ -322,7 +321,7 @@ class _LayerCadence:
 
     @property
     def complete_through(self) -> Key:
-        """Up to here no more of them will come."""
+        """Return up to which step no more rows of layers will arrive."""
         return self.attempt, self.last + self.gap - 1
 
 
@@ -334,7 +333,7 @@ class _RankPositions:
         self.absent = np.zeros(0, dtype=np.bool_)
 
     def reach(self, num: int) -> None:
-        """Grow to this number of ranks."""
+        """Grow to this number of ranks, for whose rows the join of steps can wait."""
         more = num - len(self.absent)
         if more > 0:
             self.keys = np.pad(self.keys, ((0, more), (0, 0)), constant_values=BEFORE_ALL[0])
@@ -366,13 +365,13 @@ class _RankPositions:
         return attempt, int(keys[keys[:, 0] == attempt, 1].min())
 
     def overtake(self, num: int, merged: Key) -> None:
-        """Stop waiting for those of the first ``num`` ranks that are behind the merged steps."""
+        """Stop waiting for those of the first ``num`` ranks that are behind the joined steps."""
         self.reach(num)
         self.absent[:num] |= _is_after(np.array([merged]), self.keys[:num])
 
 
 def _is_after(keys: Ints, others: Ints) -> Mask:
-    """Return of each pair whether the first key is the higher one."""
+    """Return for each pair whether the first step is later, to order the rows that arrive."""
     after: Mask = (keys[:, 0] > others[:, 0]) | (
         (keys[:, 0] == others[:, 0]) & (keys[:, 1] > others[:, 1])
     )
@@ -407,17 +406,17 @@ class StepMerger:
 
     @property
     def absent(self) -> frozenset[int]:
-        """Ranks that are not waited for until they speak again."""
+        """Return the ranks for whose rows no step waits until they report again."""
         return frozenset(np.flatnonzero(self._positions.absent).tolist())
 
     @property
     def is_empty(self) -> bool:
-        """Whether no row waits."""
+        """Return whether no row waits to be joined to a step."""
         return not self._held
 
     @property
     def most_held(self) -> int:
-        """Rows of ranks that may wait."""
+        """Return how many rows of ranks may wait for other ranks, to be joined to steps."""
         return max(self.config.most_rows, self.config.least_steps * self._num_ranks)
 
     def number_of(self, writer: Writer) -> int:
@@ -438,7 +437,7 @@ class StepMerger:
         self.num_held += self._hold_rows(_HeldRows(now_ns, rows))
 
     def add_layers(self, part: LayerPart, now_ns: int) -> None:
-        """Add rows of layers."""
+        """Add rows of layers, to be joined to the ranks' rows of their steps."""
         rows = part.rows
         if not len(rows):
             return
@@ -470,9 +469,8 @@ class StepMerger:
     def take_ready(self, now_ns: int, *, gate: Key | None = None) -> list[MergedStep]:
         """Return and drop the steps that are complete or have waited long enough.
 
-        Args:
-            now_ns: the clock by which rows were added.
-            gate: rows up to this key have all been added; None: all existing rows have.
+        ``now_ns`` is the clock by which rows were added. Rows up to the key ``gate`` have all been
+        added; None: all existing rows have.
         """
         # Called several times a second for every run, mostly without result: ranks' positions come
         # from arrays, and no row is touched before a step is known to be complete.
@@ -515,11 +513,11 @@ class StepMerger:
 
     @property
     def _num_ranks(self) -> int:
-        """Number of ranks that a step is merged from."""
+        """Return the number of ranks from which each step is joined."""
         return min(self.world_size, MOST_RANKS) or len(self._positions.absent)
 
     def _complete_key(self) -> Key:
-        """Return the key that every awaited writer has come to."""
+        """Return the key up to which the rows of every awaited writer have arrived."""
         lowest = self._positions.lowest(self._num_ranks)
         awaited = [] if lowest is None else [lowest]
         if self._awaits_layers and self._cadence is not None:
@@ -579,7 +577,6 @@ class StepMerger:
 
 
 # -------------------------------------------------------------------------------- samples of a node
-
 
 GPU_COLUMNS = (
     "memory_total_bytes",
@@ -659,9 +656,8 @@ class NodeMerger:
     def take_ready(self, gates: Mapping[str, int]) -> list[NodeSamples]:
         """Return and drop the complete rounds of samples, by time.
 
-        Args:
-            gates: for a node with rows that were not added yet, the monotonic time up to which all
-                have been.
+        ``gates`` has, for a node with rows that were not added yet, the monotonic time up to which
+        all have been.
         """
         rounds: list[NodeSamples] = []
         for node, node_rows in self._nodes.items():
@@ -703,7 +699,7 @@ def _next_round(node: str, node_rows: _NodeRows) -> NodeSamples:
 
 
 def host_rows(schema: Schema, rows: npt.NDArray[np.void]) -> list[HostRow]:
-    """Decode rows of a node, for their times, or of one of its GPUs."""
+    """Decode rows of a node or one of its GPUs as they arrive, to join them to a sample."""
     columns = []
     for name in GPU_COLUMNS if schema.stream == "gpu" else ():
         values, valid = column_of(schema, rows, name)
@@ -722,27 +718,3 @@ def host_rows(schema: Schema, rows: npt.NDArray[np.void]) -> list[HostRow]:
         HostRow(seqs[i], at[i], when[i], {name: values[i] for name, values in columns})
         for i in range(len(rows))
     ]
-
-
-__all__ = [
-    "BEFORE_ALL",
-    "GPU_COLUMNS",
-    "LAYER_COLUMNS",
-    "MOST_RANKS",
-    "RANK_COLUMNS",
-    "HostRow",
-    "Key",
-    "LayerPart",
-    "MergeConfig",
-    "MergeResult",
-    "NodeMerger",
-    "NodeSamples",
-    "RowWriters",
-    "StepMerger",
-    "Writer",
-    "WriterRows",
-    "decode_rank_rows",
-    "host_rows",
-    "merge_steps",
-    "step_columns",
-]

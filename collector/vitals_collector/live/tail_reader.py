@@ -13,15 +13,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Row, select
 
 from trainvitals.catalog import ROW_COLUMNS
+from trainvitals.identity import Identity
 from trainvitals.rows import Column, Schema, rows_of
-from trainvitals.wire import Batch, BatchHeader
+from trainvitals.wire import Batch
 from vitals_collector.live.step_join import BEFORE_ALL, Key, RowWriters, Writer
 from vitals_collector.numbers.interface import Columns, NumberStoreReader, RowSpan
 from vitals_collector.storage.schema import names, sources, streams
@@ -61,7 +62,7 @@ class RecentRows:
         self._runs: dict[str, _BufferedRows] = {}
 
     def add(self, batches: Iterable[Batch]) -> None:
-        """Add batches that were committed."""
+        """Add batches that were just committed, for the fleet detectors to process."""
         with self._lock:
             for batch in batches:
                 run_id = batch.header.identity.run_id
@@ -78,17 +79,17 @@ class RecentRows:
                 )
 
     def note(self, run_id: str) -> None:
-        """Record that the store has rows of the run that were not given to ``add``."""
+        """Record that the detectors have to read rows of the run that were not given to ``add``."""
         with self._lock:
             self._runs.setdefault(run_id, _BufferedRows()).has_more = True
 
     def waiting(self) -> list[str]:
-        """Return the runs with rows, in order of their oldest."""
+        """Return the runs with rows that the detectors have not processed, oldest first."""
         with self._lock:
             return list(self._runs)
 
     def pop(self, run_id: str) -> CommittedRows:
-        """Return and drop the rows of a run."""
+        """Return and drop the new rows of a run, which the detectors process now."""
         with self._lock:
             buffered = self._runs.pop(run_id, None)
             if buffered is None:
@@ -97,7 +98,7 @@ class RecentRows:
             return CommittedRows(tuple(buffered.batches), buffered.has_more)
 
     def _drop_oldest_batch(self, buffered: _BufferedRows) -> None:
-        """Drop a run's oldest batch from memory; it is read from the store later."""
+        """Drop a run's oldest new batch from memory; the detectors read it from the store."""
         batch = buffered.batches.popleft()
         size = len(batch.rows) + _BATCH_BYTES
         buffered.num_bytes -= size
@@ -107,7 +108,6 @@ class RecentRows:
 
 
 # --------------------------------------------------------------------------------------- of one run
-
 
 STEPS = ("steps", "layers")
 HOSTS = ("node", "gpu")
@@ -147,13 +147,13 @@ class RowBlock(NamedTuple):
 
     @property
     def origin(self) -> RowWriters:
-        """Writer of each row."""
+        """Return the writer of each new row in the block."""
         of = [(s.rank, s.world_size, s.number) for s in self.streams]
         rank, world_size, writer = np.repeat(np.array(of, dtype=np.int64), self.counts, axis=0).T
         return RowWriters(rank, world_size.copy(), writer)
 
     def by_stream(self) -> Iterator[tuple[StreamProgress, npt.NDArray[np.void]]]:
-        """Yield the rows of each stream."""
+        """Yield the new rows of each stream in the block."""
         first = 0
         for stream, num in zip(self.streams, self.counts, strict=True):
             yield stream, self.rows[first : first + num]
@@ -177,6 +177,7 @@ class _RowBlockBuilder:
         self._schema_of: dict[int, int] = {}
 
     def add(self, stream: StreamProgress, schema: Schema, raw: bytes, num_rows: int) -> None:
+        """Add new rows of a stream to the block of their schema."""
         which = id(schema)
         if self._schema_of.setdefault(stream.number, which) != which:
             self._close_open_blocks()
@@ -189,10 +190,12 @@ class _RowBlockBuilder:
         open_block.raws.append(raw)
 
     def all(self) -> list[RowBlock]:
+        """Return all blocks of new rows, for the fleet detectors."""
         self._close_open_blocks()
         return self._closed
 
     def _close_open_blocks(self) -> None:
+        """Convert the collected new rows to blocks, one for each schema."""
         self._closed += [
             RowBlock(
                 open_block.streams,
@@ -209,10 +212,8 @@ class _RowBlockBuilder:
 class TailReader:
     """Read position in a run's streams, and the rows to read next.
 
-    Args:
-        run_id: the run.
-        done: by ``incarnation/stream``, the sequence number up to which nothing need be read.
-        number_of: returns the number by which rows refer to a writer.
+    ``done`` has by ``incarnation/stream`` the sequence number up to which nothing need be read;
+    ``number_of`` returns the number by which rows refer to a writer.
     """
 
     def __init__(
@@ -239,18 +240,18 @@ class TailReader:
         return self._head[1] or self._largest
 
     def behind(self, kinds: Sequence[str]) -> list[StreamProgress]:
-        """Return the streams of these kinds with unread rows in the store."""
+        """Return the streams with stored rows that the fleet detectors have not read."""
         return [stream for stream in self._behind.values() if stream.writer[1] in kinds]
 
     @property
     def is_read(self) -> bool:
-        """Whether all rows known to be stored were returned."""
+        """Return whether the fleet detectors got all rows known to be stored."""
         return not self._behind
 
     # --------------------------------------------------------------------------------- from memory
 
     def add_committed(self, committed: Iterable[Batch], *, is_full: bool = False) -> list[RowBlock]:
-        """Return the rows of batches that were just committed.
+        """Return rows that were just committed, in the form that the detectors read.
 
         If rows before them were not returned, both are left to the store; if ``is_full``, all are.
         """
@@ -262,7 +263,7 @@ class TailReader:
             if stream is None:
                 if kind not in WATCHED:
                     continue
-                stream = self._add_header_stream(header)
+                stream = self._add_stream((incarnation, kind), header.identity)
             last = header.first_seq + header.num_rows - 1
             if last <= stream.read_seq:
                 continue
@@ -276,43 +277,29 @@ class TailReader:
                 self._behind.pop(stream.writer, None)
         return blocks.all()
 
-    def _add_header_stream(self, header: BatchHeader) -> StreamProgress:
-        """Start to follow the stream of a committed batch."""
-        who = header.identity
-        return self._add_stream(
-            (who.incarnation, header.stream),
-            who.source,
-            who.node,
-            who.rank,
-            who.world_size,
-            who.started_unix_ns,
-            who.gpu_uuid,
-        )
-
     def _add_stream(
-        self,
-        writer: Writer,
-        source: str,
-        node: str,
-        rank: int,
-        world_size: int,
-        started: int,
-        gpu_uuid: str,
+        self, writer: Writer, about: "Identity | Row[*tuple[Any, ...]]"
     ) -> StreamProgress:
-        """Start to follow a writer's stream, after the rows that are done."""
+        """Start to follow a writer's new rows, after those that detectors have processed.
+
+        ``about`` is the identity of the writer, or its row in ``sources``.
+        """
+        rank, world_size, started = about.rank, about.world_size, about.started_unix_ns
         done = self._done.get("/".join(writer), -1)
         number = self._number_of(writer)
-        stream = StreamProgress(writer, source, node, rank, world_size, started, number, done)
+        stream = StreamProgress(
+            writer, about.source, about.node, rank, world_size, started, number, done
+        )
         self._streams[writer] = stream
         self._largest = max(self._largest, world_size)
-        if gpu_uuid and writer[1] == "steps" and started >= self._placed.get(rank, 0):
-            self.gpus[rank], self._placed[rank] = gpu_uuid, started
-        if source == "rank:0" and writer[1] == "steps" and started >= self._head[0]:
+        if about.gpu_uuid and writer[1] == "steps" and started >= self._placed.get(rank, 0):
+            self.gpus[rank], self._placed[rank] = about.gpu_uuid, started
+        if about.source == "rank:0" and writer[1] == "steps" and started >= self._head[0]:
             self._head = (started, world_size)
         return stream
 
     def _note_stored_rows(self, stream: StreamProgress, last_seq: int) -> None:
-        """Record up to which row a writer's stream is stored."""
+        """Record up to which row a writer's stream is stored, and can be read by detectors."""
         stream.last_seq = max(last_seq, stream.last_seq)
         if stream.last_seq > stream.read_seq:
             self._behind[stream.writer] = stream
@@ -320,7 +307,7 @@ class TailReader:
     # ------------------------------------------------------------------------------ from the store
 
     def find_streams(self, connection: Connection) -> None:
-        """Find the writers and the last stored number of each."""
+        """Find the writers of a followed run, and the last stored row of each."""
         at = (streams.c.run_id == sources.c.run_id) & (
             streams.c.incarnation == sources.c.incarnation
         )
@@ -337,16 +324,16 @@ class TailReader:
             .where(streams.c.run_id == self._run_id, streams.c.stream.in_(sorted(WATCHED)))
             .order_by(table.started_unix_ns)
         )
-        for incarnation, kind, last_seq, *about in connection.execute(query):
-            writer = (incarnation, kind)
-            stream = self._streams.get(writer) or self._add_stream(writer, *about)
+        for row in connection.execute(query):
+            writer = (row.incarnation, row.stream)
+            stream = self._streams.get(writer) or self._add_stream(writer, row)
             if writer not in self._nameless:
-                self._note_stored_rows(stream, last_seq)
+                self._note_stored_rows(stream, row.last_seq)
 
     def read_stored(
         self, connection: Connection, numbers: NumberStoreReader, kinds: Sequence[str], budget: int
     ) -> list[RowBlock]:
-        """Return more rows of these kinds from the store, from the writers furthest behind.
+        """Read more rows for the detectors from the store, of the writers furthest behind.
 
         About ``budget`` rows; none if there are none.
         """
@@ -367,7 +354,7 @@ class TailReader:
         return []
 
     def _streams_furthest_behind(self, kinds: Sequence[str]) -> list[StreamProgress]:
-        """Return the writer that is furthest behind, and those close to it."""
+        """Return the writers for whose rows steps wait most: the furthest behind, and near ones."""
         behind = self.behind(kinds)
         if behind and behind[0].writer[1] in STEPS:
             attempt, step = min(stream.position for stream in behind)
@@ -376,7 +363,7 @@ class TailReader:
         return behind[:_WRITERS_AT_ONCE]
 
     def _schema(self, numbers: NumberStoreReader, kind: str) -> Schema:
-        """Return the schema of the kind's returned rows: no detector uses texts."""
+        """Return the schema of rows that the fleet detectors read: no text columns."""
         kinds = {c.name: c.kind for c in ROW_COLUMNS} | numbers.kinds(self._run_id, kind)
         columns = tuple(Column(name, kinds[name]) for name in kinds if kinds[name] != "S")
         return self._schemas.setdefault(columns, Schema(kind, columns))
@@ -389,7 +376,7 @@ class TailReader:
         window: int,
         blocks: _RowBlockBuilder,
     ) -> None:
-        """Read about ``window`` rows of each stream; those that are equally far at once."""
+        """Read about ``window`` new rows of each stream; those at one position together."""
         unread_streams = sorted(kind_streams, key=lambda stream: stream.read_seq)
         while unread_streams:
             until = unread_streams[0].read_seq + max(_LEAST_WINDOW, window)
@@ -405,7 +392,7 @@ class TailReader:
         until: int,
         blocks: _RowBlockBuilder,
     ) -> None:
-        """Read rows of some streams of one kind, up to the number ``until``."""
+        """Read new rows of some streams of one kind, up to the number ``until``."""
         seqs = {stream.writer[0]: (stream.read_seq + 1, until + 1) for stream in alike}
         span = RowSpan(self._run_id, schema.stream, seqs=seqs)
         columns = numbers.scan(span, [*schema.index, "seq", "incarnation"])
@@ -434,7 +421,7 @@ class TailReader:
         stream.read_seq = int(remaining_seqs.min()) - 1 if len(remaining_seqs) else stream.last_seq
 
     def _load_layer_names(self, connection: Connection) -> None:
-        """Hold back layers without names, which come in another stream."""
+        """Hold back layers' rows until their names, which come in another stream, arrive."""
         for stream in [*self._nameless.values(), *self.behind(("layers",))]:
             writer = stream.writer
             if not self.names.get(writer[0]):
@@ -452,7 +439,7 @@ class TailReader:
 
 
 def _packed(schema: Schema, columns: Columns) -> npt.NDArray[np.void]:
-    """Return columns as rows of the schema; their checksums are zero."""
+    """Pack stored columns as rows of the schema, like those that arrive in batches."""
     rows = np.zeros(len(columns["seq"].values), schema.dtype)
     rows["seq"] = columns["seq"].values
     for i, name in enumerate(schema.index):
@@ -469,15 +456,3 @@ def _last_position(schema: Schema, rows: npt.NDArray[np.void]) -> Key:
     if schema.stream in HOSTS:
         return last("monotonic_ns"), 0
     return last("attempt"), last("step")
-
-
-__all__ = [
-    "HOSTS",
-    "STEPS",
-    "WATCHED",
-    "CommittedRows",
-    "RecentRows",
-    "RowBlock",
-    "StreamProgress",
-    "TailReader",
-]

@@ -68,7 +68,7 @@ class ChunkStats(NamedTuple):
 def compute_chunk_stats(
     stream: str, rows: StreamRows, columns: Mapping[str, ColumnValues]
 ) -> ChunkStats:
-    """Return the entries of all columns, and those of ``ROWS``."""
+    """Return the chunk statistics of all columns, and those of ``ROWS``."""
     stretch = _chunk_numbers(stream, rows)
     last_seq = rows.seq[np.append(np.flatnonzero(np.diff(stretch)), len(stretch) - 1)]
     everything = np.arange(len(stretch))
@@ -82,7 +82,7 @@ def compute_chunk_stats(
 
 
 def _chunk_numbers(stream: str, rows: StreamRows) -> Ints:
-    """Return the number of each row's chunk."""
+    """Return the number of each row's chunk, by which statistics are computed."""
     is_host = stream in HOST_STREAMS
     along = rows.time_unix_ns // _HOST_CHUNK_NS if is_host else rows.step // CHUNK_STEPS
     is_new = np.diff(rows.writer) != 0
@@ -111,10 +111,8 @@ def _column_stats(
         low, high = (np.where(is_finite, values, side) for side in (np.inf, -np.inf))
         bad = np.flatnonzero(~is_finite)
         num_bad = np.bincount(group[bad], minlength=len(starts))
-    lows, highs = (
-        _first_of(low, group, starts, np.minimum),
-        _first_of(high, group, starts, np.maximum),
-    )
+    lows = _first_of(low, group, starts, np.minimum)
+    highs = _first_of(high, group, starts, np.maximum)
     kind = np.where(num_bad > _MAX_NONFINITE, TOO_MANY, EXTREMES)
     bad = bad[kind[group[bad]] == EXTREMES]  # these have an entry each
     num = np.where(kind == EXTREMES, nums - num_bad, nums)

@@ -29,7 +29,7 @@ follows."""
 
 
 def is_full(text: str) -> bool:
-    """Return whether a library's error means that the disk is full."""
+    """Return whether an error of the store's libraries means that the disk is full."""
     low = text.lower()
     return any(word in low for word in ("disk is full", "no space left", "disk quota"))
 
@@ -41,7 +41,7 @@ def is_damaged(text: str) -> bool:
 
 
 def damaged_error(where: object, text: str) -> StorageError:
-    """Return the error of a damaged database, with the ways to continue."""
+    """Return the error of the store's damaged database, with the ways to continue."""
     return StorageError(
         f"{where} is damaged: {text}",
         hint="run on the copy that `vitals store backup` made: give its folder with --data; "
@@ -51,7 +51,7 @@ def damaged_error(where: object, text: str) -> StorageError:
 
 
 def full_error(where: object, text: str) -> StorageError:
-    """Return the error for a full disk."""
+    """Return the error for a full disk below the stored rows."""
     return StorageError(
         f"{where} has no disk space left: {text}",
         hint="free space there; agents keep their spools and retry by themselves",
@@ -79,14 +79,14 @@ class Points:
         return len(self.step)
 
     def take(self, which: Mask | Ints) -> "Points":
-        """Return the chosen points, in the order of the choice."""
+        """Return the chosen points of a metric, in the order of the choice."""
         return Points(
             self.step[which], self.attempt[which], self.time_unix_ns[which], self.value[which]
         )
 
 
 def concat_points(parts: Sequence[Points]) -> Points:
-    """Return the points of all parts, one part after the other."""
+    """Return a metric's points from all parts of a scan, one part after the other."""
     if not parts:
         none = np.zeros(0, dtype=np.int64)
         return Points(none, none, none, np.zeros(0))
@@ -152,7 +152,7 @@ def stitch(points: Points, attempts: Sequence[AttemptRow], branch: Branch) -> Po
 
 
 def is_of_lineage(attempt: Ints, step: Ints, end_of: Callable[[int], float]) -> Mask:
-    """Return which rows are in the lineage; others were rolled back.
+    """Return which stored rows are in the lineage; others were rolled back.
 
     ``end_of``: ``make_lineage_end_lookup``.
     """
@@ -163,19 +163,19 @@ def is_of_lineage(attempt: Ints, step: Ints, end_of: Callable[[int], float]) -> 
 
 
 def _distinct(values: Ints) -> list[int]:
-    """Return the distinct values; fast if equal values are adjacent."""
+    """Return the distinct values of stored rows; fast if equal values are adjacent."""
     is_new = np.concatenate(([True], values[1:] != values[:-1]))[: len(values)]
     distinct: list[int] = np.unique(values[is_new]).tolist()
     return distinct
 
 
 def _is_rising(values: Ints) -> bool:
-    """Return whether each value is above the one before it."""
+    """Return whether each of the stored rows' values is above the one before it."""
     return bool(np.all(values[1:] > values[:-1]))
 
 
 def sort_by_time(points: Points) -> Points:
-    """Return points that have no step (GPUs, hosts, processes) in the order of their time.
+    """Return stored points without a step (GPUs, hosts, processes) in the order of their time.
 
     Points with equal time are sorted by attempt and value, so that the order does not depend on how
     they are stored.
@@ -187,7 +187,7 @@ def sort_by_time(points: Points) -> Points:
 
 
 def _last_of_each(*keys: Ints) -> Mask:
-    """Return where the next row has other keys; the rows are sorted by them."""
+    """Return where the next stored row has other keys; the rows are sorted by them."""
     is_last = np.ones(len(keys[0]), dtype=bool)
     if len(is_last) > 1:
         is_last[:-1] = np.any([key[:-1] != key[1:] for key in keys], axis=0)
@@ -202,16 +202,11 @@ def _last_of_each(*keys: Ints) -> Mask:
 
 
 def downsample(points: Points, num_points: int, branch: Branch = "lineage") -> Points:
-    """Return between ``num_points`` and about twice as many points, or all if there are fewer.
+    """Return between ``num_points`` and about twice as many stored points, or all if fewer.
 
     From each column: the first of its least values, the last of its greatest ones and the first
     non-finite one; also both ends of the curve. Discarded attempts have separate columns, in
-    sequence.
-
-    Args:
-        points: in the order of their steps, or of their times if they have no step.
-        num_points: wanted number of points.
-        branch: branch of the points.
+    sequence. The points are in the order of their steps, or of their times if they have no step.
     """
     points, attempt = _by_branch(points, branch)
     if len(points) <= num_points:
@@ -251,7 +246,7 @@ def downsample_means(points: Points, num_points: int, branch: Branch = "lineage"
 
 
 def column_power(points: Points, num_points: int, branch: Branch = "lineage") -> int | None:
-    """Return the largest column width, as a power of two, that gives this many points.
+    """Return the largest width of a curve's columns, a power of two, for this many points.
 
     None: even columns of one step give fewer.
     """
@@ -275,12 +270,10 @@ def column_power(points: Points, num_points: int, branch: Branch = "lineage") ->
 
 
 def smooth(points: Points, weight: float, branch: Branch = "lineage") -> Points:
-    """Return the debiased exponential mean over all points; non-finite values are unchanged.
+    """Return a curve's debiased exponential mean over all points; non-finite values stay.
 
-    Args:
-        points: as for ``downsample``; each discarded attempt has a separate mean.
-        weight: weight of the previous mean, 0 to below 1.
-        branch: branch of the points.
+    ``weight`` is that of the previous mean, 0 to below 1. The points are as for ``downsample``;
+    each discarded attempt has a separate mean.
     """
     points, attempt = _by_branch(points, branch)
     value = points.value.copy()
@@ -314,7 +307,7 @@ def _exponential_mean(values: Floats, weight: float) -> Floats:
 
 
 def _by_branch(points: Points, branch: Branch) -> tuple[Points, Ints]:
-    """Return the points and the branch of each; in the lineage there is only one."""
+    """Return a curve's points and the branch of each; in the lineage there is only one."""
     if branch == "lineage" or not len(points) or points.step[-1] < 0:
         return points, np.zeros(len(points), np.int64)
     if np.any(np.diff(points.attempt) < 0):
@@ -323,24 +316,24 @@ def _by_branch(points: Points, branch: Branch) -> tuple[Points, Ints]:
 
 
 def _axis_values(points: Points) -> Ints:
-    """Return the x values of a curve: steps, or times if rows have no step."""
+    """Return the x values of stored points: steps, or times if rows have no step."""
     return points.step if points.step[-1] >= 0 else points.time_unix_ns
 
 
 def _column_numbers(attempt: Ints, along: Ints, power: int) -> Ints:
-    """Return the number of each point's column."""
+    """Return the number of the column that each point of a downsampled curve is in."""
     column = along >> power
     is_new = (np.diff(column) != 0) | (np.diff(attempt) != 0)
     return np.concatenate(([0], np.cumsum(is_new)))
 
 
 def _column_starts(column: Ints) -> Ints:
-    """Return the first index of each column; numbers are 0 or more."""
+    """Return the first index of each column of a downsampled curve; numbers are 0 or more."""
     return np.flatnonzero(np.diff(column, prepend=-1))
 
 
 def _column_extremes(column: Ints, value: Floats, at: Ints) -> list[Ints]:
-    """Return for each column the index of its first minimum and of its last maximum."""
+    """Return the first minimum's and last maximum's index in each column to downsample."""
     starts = _column_starts(column)
     group = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(column)))
     is_low = np.flatnonzero(value == np.minimum.reduceat(value, starts)[group])
@@ -421,7 +414,7 @@ class ColumnValues(NamedTuple):
     """NaN is a value, and not missing. The sign of a zero may be lost."""
 
     def take(self, which: npt.NDArray[Any]) -> "ColumnValues":
-        """Return the chosen rows, in the order of the choice."""
+        """Return the column's chosen rows, in the order of the choice."""
         return ColumnValues(self.values[which], self.is_missing[which])
 
 
@@ -432,62 +425,64 @@ ORDER = ("step", "rank", "time_unix_ns", "seq")
 
 
 def sort_columns(columns: Columns, names: Sequence[str]) -> Columns:
-    """Return the named columns by ``ORDER``, which all have to be there."""
+    """Return named columns of stored rows by ``ORDER``, whose columns all have to exist."""
     step = columns["step"].values
     if np.all(step[1:] > step[:-1]):  # one writer's, mostly: a million need no sorting
         return {name: columns[name] for name in names}
     order = np.lexsort([columns[name].values for name in reversed(ORDER)])
-    return {
-        name: ColumnValues(columns[name].values[order], columns[name].is_missing[order])
-        for name in names
-    }
+    return {name: columns[name].take(order) for name in names}
 
 
 def missing_column(num: int) -> ColumnValues:
-    """Return this many missing values."""
+    """Return a column of this many missing values, for rows that lack it."""
     return ColumnValues(np.zeros(num), np.ones(num, np.bool_))
 
 
 @lru_cache(maxsize=1 << 16)  # called for every writer at each commit
 def rank_of(source: str) -> int:
-    """Return the rank that writes, or NOT_A_RANK."""
+    """Return the rank that wrote the rows of a source, or NOT_A_RANK."""
     kind, _, key = source.partition(":")
     return int(key) if kind == "rank" else NOT_A_RANK
 
 
 @lru_cache(maxsize=1 << 12)
 def type_of(column: RowColumn) -> str:
-    """Return ``f8``, ``i8`` or ``S``; texts of any fixed size have the type ``S``."""
+    """Return a stored column's type: ``f8``, ``i8`` or ``S``; fixed-size texts all have ``S``."""
     return column.kind if column.kind in ("f8", "i8") else "S"
 
 
 def common_type(kinds: Iterable[str]) -> str:
-    """Return the type of a column that writers gave these types."""
+    """Return the type of a stored column that writers gave these types."""
     distinct = set(kinds)
     return "S" if "S" in distinct else "i8" if distinct == {"i8"} else "f8"
 
 
 def texts_of(raw: npt.NDArray[np.bytes_]) -> npt.NDArray[np.object_]:
-    """Return fixed-size texts as str; invalid UTF-8 is shown escaped and raises no error."""
+    """Return stored fixed-size texts as str; invalid UTF-8 is shown escaped and raises no error."""
     distinct, index = np.unique(raw, return_inverse=True)
     texts = np.array([name.decode(errors="replace") for name in distinct.tolist()], object)
     return texts[index] if len(texts) else np.zeros(0, object)
 
 
-def concat_columns(columns: Sequence[ColumnValues]) -> ColumnValues:
-    """Return the columns concatenated; if types differ, converted as in ``scan``."""
-    if len(columns) == 1:
-        return columns[0]
-    there = [column.values.dtype.kind for column in columns if not column.is_missing.all()]
-    if not there:
-        return missing_column(sum(len(column.values) for column in columns))
-    kind = common_type({"O": "S", "f": "f8", "i": "i8"}[kind] for kind in there)
+def concat_columns(columns: Sequence[ColumnValues], kind: str = "") -> ColumnValues:
+    """Return the columns of stored rows concatenated; if types differ, converted as in ``scan``.
+
+    Without a kind, different types are converted as in ``scan``.
+    """
+    if not kind or not columns:
+        if len(columns) == 1:
+            return columns[0]
+        there = [column.values.dtype.kind for column in columns if not column.is_missing.all()]
+        if not there:
+            return missing_column(sum(len(column.values) for column in columns))
+        kind = common_type({"O": "S", "f": "f8", "i": "i8"}[of] for of in there)
     dtype: Any = {"S": object, "f8": np.float64, "i8": np.int64}[kind]
     alike = [
         column._replace(values=column.values.astype(dtype, copy=False))
         if (column.values.dtype == object) == (kind == "S")
         else ColumnValues(
-            np.zeros(len(column.values), dtype), np.ones(len(column.values), np.bool_)
+            np.full(len(column.values), "" if kind == "S" else 0, dtype),
+            np.ones(len(column.values), np.bool_),
         )
         for column in columns
     ]
@@ -504,7 +499,7 @@ POINT = ("step", "attempt", "time_unix_ns")
 
 
 def points_of(columns: Columns, name: str) -> Points:
-    """Return the measured values of a column; ``POINT`` are there as well.
+    """Return a stored column's measured values as points; ``POINT`` must be there as well.
 
     Raises:
         FormatError: the column is text.
@@ -522,7 +517,7 @@ def points_of(columns: Columns, name: str) -> Points:
 def on_branch(
     points: Points, stream: str, attempts: Sequence[AttemptRow], branch: Branch
 ) -> Points:
-    """Return the points of the branch, in their order; all, for streams whose rows have no step."""
+    """Return points of the branch, in their order; all, for streams whose rows have no step."""
     if stream in HOST_STREAMS or branch == "all":
         return points
     is_kept = is_of_lineage(points.attempt, points.step, make_lineage_end_lookup(attempts))
@@ -534,20 +529,8 @@ def on_branch(
 def order_curve(
     points: Points, stream: str, attempts: Sequence[AttemptRow], branch: Branch
 ) -> Points:
-    """Return the curve: stitched and by step, or by time if the rows have no step."""
+    """Return stored points as a curve: stitched and by step, or by time if rows have no step."""
     return sort_by_time(points) if stream in HOST_STREAMS else stitch(points, attempts, branch)
-
-
-def whole_curve(
-    columns: Columns, name: str, stream: str, attempts: Sequence[AttemptRow], branch: Branch
-) -> DownsampledCurve:
-    """Return every point of a curve whose rows are sorted.
-
-    Raises:
-        FormatError: the column is text.
-    """
-    points = on_branch(points_of(columns, name), stream, attempts, branch)
-    return DownsampledCurve(order_curve(points, stream, attempts, branch), len(points))
 
 
 # -------------------------------------------------------------------------------- what a store does
@@ -627,10 +610,8 @@ class NumberStoreReader(Protocol):
     ) -> list[DownsampledCurve]:
         """Return each curve's measured values on the branch; many cost little more than one.
 
-        Args:
-            curves: in any streams of one run.
-            attempts: the run's.
-            branch: ignored for streams whose rows have no step.
+        The curves may be in any streams of one run. The branch is ignored for streams without
+        steps.
 
         Raises:
             FormatError: a column is text.
@@ -684,53 +665,13 @@ class NumberStore(NumberStoreReader, Protocol):
         later.
         """
 
-    def next_window(self, run_id: str, attempt: int, size: int) -> DueWindow | None:
-        """Return the oldest steps that are not rolled up yet.
-
-        None if the attempt has no such rows of ranks other than 0. Rows that arrive after their
-        steps were rolled up stay unchanged.
-
-        Args:
-            run_id: the run.
-            attempt: the attempt.
-            size: steps of a window, a multiple of ``chunk_stats.CHUNK_STEPS``.
-        """
-
-    def roll_up(
-        self,
-        run_id: str,
-        window: StepWindow,
-        num_worst: int,
-        *,
-        is_whole: bool = False,
-        reason: Reason = "age",
-    ) -> RollUpResult:
-        """Replace most ranks' rows of some steps by statistics over the ranks, all or none.
-
-        The rows of rank 0 and of the worst ranks stay. For each numeric column the stream ``ranks``
-        gets ``NAME:min``, ``mean`` and ``max`` of the finite values, ``num`` (their number) and
-        ``nonfinite``, over the other ranks of a step, and ``num_ranks``.
-
-        Args:
-            run_id: the run.
-            window: from ``next_window``.
-            num_worst: number of worst ranks whose rows stay.
-            is_whole: keep all rows in addition to the statistics.
-            reason: reason that ``deleted_rows`` reports.
-
-        Raises:
-            StorageError: nothing was changed, or it is to be called again.
-        """
-
     def deleted_rows(self, run_id: str) -> list[DeletedRows]:
         """Return the numbers of deleted rows of the run, by stream and reason."""
 
     def delete(self, run_id: str, exclude: Collection[str] = ()) -> None:
         """Delete the run's rows; its last sequence numbers stay, so that resent rows are ignored.
 
-        Args:
-            run_id: the run.
-            exclude: incarnations that started after the removal: their rows stay.
+        Rows of incarnations that started after the removal (``exclude``) stay.
 
         Raises:
             StorageError: nothing was removed.
@@ -740,7 +681,7 @@ class NumberStore(NumberStoreReader, Protocol):
         """Return the approximate size of the run's rows."""
 
     def merge(self, max_seconds: float = 60.0) -> bool:
-        """Tidy up for so long; return whether all was done."""
+        """Merge the store's rows for so long; return whether all was done."""
 
     def close(self) -> None:
         """Close files and connections."""

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
+from trainvitals.errors import StorageError
 from trainvitals.rows import Schema
 from trainvitals.wire import Batch
 from vitals_collector.numbers import lake_damage, lake_maintenance, lake_rollup
@@ -26,10 +27,14 @@ from vitals_collector.numbers.interface import (
     type_of,
 )
 from vitals_collector.numbers.lake_catalogue import (
+    HOLES,
     KEYS,
     KINDS,
+    LEVELLED,
     MARK_COLUMNS,
+    MARKS,
     NEW_MARKS,
+    OUTLINES,
     SORTED_BY,
     TYPES,
     Catalogue,
@@ -41,7 +46,7 @@ from vitals_collector.numbers.lake_catalogue import (
     to_arrow,
 )
 from vitals_collector.numbers.lake_damage import DamagedFile
-from vitals_collector.numbers.lake_engine import LakeEngine
+from vitals_collector.numbers.lake_engine import META, LakeEngine
 from vitals_collector.numbers.lake_reading import OpenLake
 from vitals_collector.numbers.rank_rollup import ranks_batch
 
@@ -56,12 +61,17 @@ _OPTIONS = {
 }
 
 
+_MOST_TRIES = 50
+"""At giving runs numbers while others do."""
 _ASK_SECONDS = 600.0
 """A response may be lost, and an agent without the rows searches for them each time."""
 
 
 class Lake(OpenLake):
-    """A lake opened by one process. Any number may append to one, each for different streams."""
+    """A lake opened by one process. Any number may append to one, each for different streams.
+
+    After a StorageError, nothing was changed, or the same call completes the change.
+    """
 
     def __init__(
         self, folder: Path, catalogue: str = "", *, bucket: str = "", memory_limit: str = "192MB"
@@ -91,7 +101,7 @@ class Lake(OpenLake):
         """Holes that agents were asked to fill, and when they may be asked again."""
 
     def close(self) -> None:
-        """Finish the current operation and close the catalogue."""
+        """Finish the current operation and close the lake's catalog."""
         self.engine.close()
 
     # --------------------------------------------------------------------------------- writing
@@ -105,11 +115,7 @@ class Lake(OpenLake):
         return self.engine.lock
 
     def append(self, batches: Sequence[Batch]) -> list[int]:
-        """Store the rows that are new, all in one commit; durable when it returns.
-
-        Raises:
-            StorageError: nothing was stored; send it again.
-        """
+        """Store the rows that are new, all in one commit; durable when it returns."""
         with self.engine.lock:
             self._reload_if_stale()
             num_new, parts, taken = self._split_new_rows(batches)
@@ -134,7 +140,7 @@ class Lake(OpenLake):
         epochs: Mapping[str, int],
         also: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make one commit of rows, marks and what ``also`` does."""
+        """Commit rows to the lake, with their marks and what ``also`` does."""
         groups = list(by_schema(parts))
         for group in groups:
             self._ensure_columns(group[0].batch.header.stream_schema)
@@ -172,15 +178,22 @@ class Lake(OpenLake):
                 self.catalogue.run(run_id).kinds[stream].setdefault(name, set()).add(kind)
 
     def become_owner(self, epochs: Mapping[str, int]) -> None:
-        """Take over runs: later appends to them are made under these leases.
-
-        Args:
-            epochs: the number of each run's lease.
-
-        Raises:
-            StorageError: it is to be called again.
-        """
-        lake_maintenance.become_owner(self.engine, self.catalogue, epochs)
+        """Take over runs, each with the epoch of its lease: later appends are made under it."""
+        with self.engine.lock:
+            self.catalogue.reload()
+            tries_left = _MOST_TRIES
+            while new := self.catalogue.new_numbers(epochs):
+                tries_left -= 1
+                try:
+                    with self.engine.transaction():
+                        self.catalogue.write_numbers(new)
+                except StorageError as error:
+                    if not tries_left or "conflict" not in error.text:
+                        raise
+                self.catalogue.reload()
+            for run_id, epoch in epochs.items():
+                self.catalogue.forget_run(run_id)
+                self.catalogue.epochs[run_id] = epoch
 
     def mark(self, key: StreamKey) -> int:
         """Return the sequence number of the stream's last stored row; -1 if there is none."""
@@ -252,17 +265,9 @@ class Lake(OpenLake):
     def merge(self, max_seconds: float = 60.0) -> bool:
         """Add statistics of new rows, merge small files into few sorted ones, delete old snapshots.
 
-        For one collector at a time. Appends wait for at most one merged file: two concurrent
-        changes of a SQLite catalog would make one of them fail.
-
-        Args:
-            max_seconds: after which nothing more is begun.
-
-        Returns:
-            Whether everything was done; if not, the next call continues.
-
-        Raises:
-            StorageError: another collector was in the way; nothing is lost, call it later.
+        For one collector at a time; otherwise StorageError. Appends wait for at most one merged
+        file: two concurrent changes of a SQLite catalog would make one of them fail. Start nothing
+        after ``max_seconds``. Return whether everything was done; if not, the next call continues.
         """
         return lake_maintenance.maintain_lake(self.engine, self.catalogue, max_seconds)
 
@@ -271,14 +276,40 @@ class Lake(OpenLake):
         self.catalogue.forget_idle()
         self.engine.give_back_memory()
 
-    def sizes(self) -> dict[str, int]:
-        """Return about how many bytes of the files are each run's: by its share of the rows."""
-        return lake_maintenance.sizes(self.engine, self.catalogue)
+    def sizes(self, run_id: str | None = None) -> dict[str, int]:
+        """Return about how many bytes of the files are each run's: by its share of the rows.
+
+        With a run id, only that run is measured.
+        """
+        totals: dict[int, int] = {}
+        run = None if run_id is None else self.catalogue.run_number(run_id)
+        if run_id is not None and run is None:
+            return {}
+        where = "" if run is None else f" WHERE run = {run}"
+        tables = self.engine.ask(
+            "SELECT t.table_name, sum(d.record_count)::BIGINT, sum(d.file_size_bytes)::BIGINT"
+            f" FROM {META}_data_file d JOIN {META}_table t USING (table_id)"
+            " WHERE d.end_snapshot IS NULL GROUP BY ALL"
+        )
+        for table, num_rows, num_bytes in zip(*tables.to_pydict().values(), strict=True):
+            if table not in self.catalogue.places or not num_rows:
+                continue
+            rows = self.engine.ask(f"SELECT run, count(*) AS num FROM {table}{where} GROUP BY run")
+            for number, num in zip(*rows.to_pydict().values(), strict=True):
+                totals[number] = totals.get(number, 0) + num_bytes * num // num_rows
+        return {
+            name: totals[number] for name, number in self.catalogue.runs.items() if number in totals
+        }
 
     def next_window(
         self, run_id: str, attempt: int, size: int, stream: str = "steps"
     ) -> DueWindow | None:
-        """Return the oldest steps from which nothing was deleted; for hosts, nanoseconds."""
+        """Return the oldest steps that are not rolled up yet; for hosts, nanoseconds.
+
+        None if there are none; for steps, only rows of ranks other than 0 count. Rows that arrive
+        after their steps were rolled up stay unchanged. ``size`` is the steps of a window, a
+        multiple of ``chunk_stats.CHUNK_STEPS``.
+        """
         return lake_rollup.next_window(self.engine, self.catalogue, run_id, stream, attempt, size)
 
     def roll_up(
@@ -290,10 +321,12 @@ class Lake(OpenLake):
         is_whole: bool = False,
         reason: Reason = "age",
     ) -> RollUpResult:
-        """Replace most ranks' rows by statistics over the ranks, in one commit.
+        """Replace most ranks' rows of some steps by statistics over the ranks, in one commit.
 
-        Raises:
-            StorageError: nothing was changed, or it is to be called again.
+        The rows of rank 0 and of the ``num_worst`` worst ranks stay, or all (``is_whole``). For
+        each numeric column the stream ``ranks`` gets ``NAME:min``, ``mean`` and ``max`` of the
+        finite values, ``num`` (their number) and ``nonfinite``, over the other ranks of a step, and
+        ``num_ranks``.
         """
         planned = lake_rollup.plan(
             self.engine, self.catalogue, run_id, window, num_worst, is_whole=is_whole, reason=reason
@@ -327,8 +360,7 @@ class Lake(OpenLake):
     ) -> int:
         """Downsample a window of layers or host samples in one commit; return the deleted rows.
 
-        Raises:
-            StorageError: nothing was changed, or it is to be called again.
+        ``every`` is in steps of layers, or nanoseconds of samples.
         """
         run = self.catalogue.run_number(run_id)
         if run is not None:
@@ -354,23 +386,23 @@ class Lake(OpenLake):
         return lake_rollup.deleted_rows(self.engine, self.catalogue, run_id)
 
     def num_bytes(self, run_id: str) -> int:
-        """Return about how many bytes of the files are a run's: by its share of the rows."""
-        return lake_maintenance.sizes(self.engine, self.catalogue, run_id).get(run_id, 0)
+        """Return the approximate size of the run's rows, as ``sizes`` does."""
+        return self.sizes(run_id).get(run_id, 0)
 
     def size(self) -> int:
         """Return the bytes of all files, of those as well that the next ``merge`` removes."""
-        return lake_maintenance.lake_size(self.engine)
+        files = " UNION ALL ".join(
+            f"SELECT file_size_bytes AS size FROM {META}_{kind}_file" for kind in ("data", "delete")
+        )
+        total = self.engine.ask(f"SELECT coalesce(sum(size), 0)::BIGINT AS size FROM ({files})")
+        return int(total["size"][0].as_py())
 
     def check(self) -> list[DamagedFile]:
         """Read every file; return those that are missing or differ from what was written."""
         return lake_damage.find_damaged_files(self.engine, self.catalogue)
 
     def drop_damaged_files(self) -> list[DamagedFile]:
-        """Remove damaged files; their rows are accepted once when they are sent again.
-
-        Raises:
-            StorageError: nothing was changed, or it is to be called again.
-        """
+        """Remove damaged files; their rows are accepted once when they are sent again."""
         return lake_damage.drop_damaged_files(self.engine, self.catalogue)
 
     def missing(self, key: StreamKey) -> list[tuple[int, int]]:
@@ -392,15 +424,28 @@ class Lake(OpenLake):
     def delete(self, run_id: str, exclude: Collection[str] = ()) -> None:
         """Delete the run's rows; its last sequence numbers stay, so that resent rows are ignored.
 
-        The bytes go with the next ``merge``.
-
-        Raises:
-            StorageError: nothing was removed.
+        The bytes go with the next ``merge``. Its columns stay as well: a process that still writes
+        the run assumes that they exist.
         """
-        lake_maintenance.delete_run_rows(self.engine, self.catalogue, run_id, exclude)
+        with self.engine.lock:
+            self.catalogue.reload()
+            run = self.catalogue.runs.get(run_id)
+            if run is None:
+                return
+            placeholders = ", ".join("?" * len(exclude)) or "''"
+            row_filter = f"run = ? AND incarnation NOT IN ({placeholders})"
+            with self.engine.transaction():
+                for table in (*self.catalogue.places, OUTLINES, HOLES, LEVELLED):
+                    self.engine.execute(f"DELETE FROM {table} WHERE {row_filter}", [run, *exclude])
+                for table in (NEW_MARKS, MARKS):  # a writer without rows has no source
+                    self.engine.execute(
+                        f"UPDATE {table} SET source = '' WHERE {row_filter}", [run, *exclude]
+                    )
+            self.catalogue.forget_run(run_id)
 
 
 def _stream_key(batch: Batch) -> StreamKey:
+    """Return the key by which the lake numbers the rows of a batch's stream."""
     header = batch.header
     return header.identity.run_id, header.identity.incarnation, header.stream
 
@@ -415,12 +460,12 @@ class _StreamState(NamedTuple):
     """The first number that was stored in a hole."""
 
     def missing_seqs(self, first: int, end: int) -> list[tuple[int, int]]:
-        """Return which of these numbers are missing."""
+        """Return which of these row numbers are missing in the lake."""
         missing = ((max(first, low), min(end, high)) for low, high in self.holes)
         return [(low, high) for low, high in missing if low < high]
 
     def without(self, filled: Sequence[tuple[int, int]]) -> "_StreamState":
-        """Return the state with these numbers no longer missing."""
+        """Return the state after the lake has got these missing row numbers."""
         holes = self.holes
         for first, end in filled:
             sides = [((low, min(high, first)), (max(low, end), high)) for low, high in holes]
@@ -434,7 +479,7 @@ class _StreamState(NamedTuple):
 def _column_types_by_run(
     groups: Sequence[Sequence[NewRows]],
 ) -> dict[str, dict[str, set[tuple[str, str]]]]:
-    """Return by run and stream the columns of the rows, with their types."""
+    """Return by run and stream the columns of rows for the lake, with their types."""
     written: dict[str, dict[str, set[tuple[str, str]]]] = defaultdict(dict)
     for group in groups:
         schema = group[0].batch.header.stream_schema

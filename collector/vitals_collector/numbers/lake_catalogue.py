@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.identity import CROCKFORD
 from trainvitals.rows import Column as RowColumn
 from trainvitals.rows import Schema, column_of
@@ -68,12 +69,12 @@ class NewRows(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
+        """Return the number of the batch's rows that are new to the lake."""
         return self.end - self.start
 
 
 def by_schema(parts: Sequence[NewRows]) -> Iterator[list[NewRows]]:
-    """Yield the parts of each schema."""
+    """Yield the new rows for the lake by schema."""
     groups: dict[int, list[NewRows]] = defaultdict(list)
     for part in parts:
         groups[id(part.batch.header.stream_schema)].append(part)
@@ -81,7 +82,7 @@ def by_schema(parts: Sequence[NewRows]) -> Iterator[list[NewRows]]:
 
 
 def assign_lake_columns(schema: Schema, places: Places) -> Places:
-    """Return lake columns for the columns that have none yet."""
+    """Return lake columns for the columns of a stream that have none yet."""
     added: Places = {}
     taken = {name.casefold() for name in (*KEYS, *places.values())}
     for column in schema.columns:
@@ -96,7 +97,7 @@ def assign_lake_columns(schema: Schema, places: Places) -> Places:
 
 
 def to_arrow(group: Sequence[NewRows], runs: Mapping[str, int], places: Places) -> pa.Table:
-    """Return rows of one schema."""
+    """Return new rows of one schema as an Arrow table for the lake."""
     schema = group[0].batch.header.stream_schema
     size = schema.row_size
     raw = b"".join(
@@ -124,7 +125,7 @@ def to_arrow(group: Sequence[NewRows], runs: Mapping[str, int], places: Places) 
 
 
 def _arrow_array(values: npt.NDArray[Any], is_valid: npt.NDArray[np.bool_]) -> pa.Array:
-    """Return a column of rows as Arrow array, with null for missing values."""
+    """Return a column of rows for the lake as Arrow array, with null for missing values."""
     mask = None if is_valid.all() else ~is_valid
     if values.dtype.kind != "S":
         return pa.array(np.ascontiguousarray(values), mask=mask, from_pandas=False)
@@ -132,23 +133,23 @@ def _arrow_array(values: npt.NDArray[Any], is_valid: npt.NDArray[np.bool_]) -> p
 
 
 def _repeated(values: Sequence[Any], counts: npt.NDArray[np.int64], kind: pa.DataType) -> pa.Array:
-    """Return each value repeated ``counts`` times."""
+    """Return each value repeated ``counts`` times, as a column of rows for the lake."""
     return pa.array(values, kind).take(pa.array(np.repeat(np.arange(len(values)), counts)))
 
 
 def build_arrow_table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> pa.Table:
-    """Return rows of values as a table with named columns."""
+    """Return rows of values as an Arrow table for the lake, with named columns."""
     columns = list(map(list, zip(*rows, strict=True))) or [[] for _ in names]
     return pa.table(dict(zip(names, columns, strict=True)))
 
 
 def column_sql(name: str, places: Places) -> str:
-    """Return the SQL expression of a column; columns of every row have precedence."""
+    """Return the SQL expression of a lake's column; columns of every row have precedence."""
     return quoted(name) if name in KEYS else stream_column_sql(name, places)
 
 
 def stream_column_sql(name: str, places: Places) -> str:
-    """Return the SQL expression of the stream's column, over all lake columns of its types."""
+    """Return the SQL expression of a stream's column, over all lake columns of its types."""
     kinds = {kind: lake_column for (column, kind), lake_column in places.items() if column == name}
     if "S" in kinds:
         return quoted(kinds["S"])
@@ -160,7 +161,7 @@ def stream_column_sql(name: str, places: Places) -> str:
 
 
 def column_from_arrow(values: pa.ChunkedArray) -> ColumnValues:
-    """Return a column of a result."""
+    """Return a column of the lake's query result, with a mask of its missing values."""
     is_missing = np.zeros(len(values), np.bool_)
     if values.null_count:
         is_missing = values.is_null().to_numpy()
@@ -169,7 +170,7 @@ def column_from_arrow(values: pa.ChunkedArray) -> ColumnValues:
 
 
 def choose_run_number(run_id: str, taken: Iterable[int]) -> int:
-    """Return a number for a run, in the order of the runs' beginnings.
+    """Return a number for a run in the lake, in the order of the runs' beginnings.
 
     A lookup by number takes half the time of one by name. 48 bits are the ULID's milliseconds and
     15 are random; if another run has the number, the next is used.
@@ -185,7 +186,7 @@ def choose_run_number(run_id: str, taken: Iterable[int]) -> int:
 
 
 def quoted(name: str) -> str:
-    """Return a name quoted for SQL."""
+    """Return the name of a lake's table or column quoted for SQL."""
     return '"' + name.replace('"', '""') + '"'
 
 
@@ -287,12 +288,18 @@ class LakeRunState:
     def record_stored(
         self, writer: Writer, seq: int, source: str, holes: list[tuple[int, int]]
     ) -> None:
-        """Record that a writer's stream is stored up to this number."""
+        """Record that a writer's stream is stored in the lake up to this number."""
         self.is_mine = True
         self.marks[writer] = seq
         self.sources[writer] = source
         if holes or writer in self.holes:
             self.holes[writer] = holes
+
+
+def numeric_columns(kinds: Mapping[str, str]) -> list[str]:
+    """Return the columns with chunk statistics and roll-ups: not those of every row."""
+    row_columns = {column.name for column in ROW_COLUMNS}
+    return [name for name, kind in kinds.items() if kind != "S" and name not in row_columns]
 
 
 def name_key(name: str) -> int:
@@ -319,11 +326,9 @@ class Catalogue:
     """Cache of the lake's catalog. Thread-safe."""
 
     def __init__(self, engine: LakeEngine, *, is_shared: bool) -> None:
-        """Make the tables that are missing, and read what there is.
+        """Create missing tables, and read what there is.
 
-        Args:
-            engine: the lake.
-            is_shared: whether others may write the runs that this process writes.
+        With ``is_shared``, others may write the runs that this process writes.
         """
         self._engine = engine
         self._is_shared = is_shared
@@ -346,7 +351,7 @@ class Catalogue:
 
     @locked
     def reload(self) -> None:
-        """Read which runs and columns there are: another collector may have added to them."""
+        """Read which runs and columns the lake has: another collector may have added some."""
         listed = self._engine.ask(f"SELECT run_id, run FROM {RUNS}").to_pydict()
         self.runs = dict(zip(listed["run_id"], listed["run"], strict=True))
         kinds = {lake_type: kind for kind, lake_type in TYPES.items()}
@@ -365,7 +370,7 @@ class Catalogue:
 
     @locked
     def forget(self) -> None:
-        """Drop the whole cache."""
+        """Drop the whole cache of the lake's catalog."""
         self._states.clear()
         self.reload()
 
@@ -391,7 +396,7 @@ class Catalogue:
 
     @locked
     def changed(self) -> list[str]:
-        """Return the runs that got rows since the last maintenance."""
+        """Return the runs that got rows since the lake's last maintenance."""
         runs = set(self._engine.ask(f"SELECT DISTINCT run FROM {NEW_MARKS}")["run"].to_pylist())
         if not runs.issubset(self.runs.values()):
             self.reload()
@@ -399,7 +404,7 @@ class Catalogue:
 
     @locked
     def new_numbers(self, run_ids: Iterable[str]) -> dict[str, int]:
-        """Return numbers for those runs that have none."""
+        """Return numbers in the lake for those runs that have none."""
         numbers: dict[str, int] = {}
         for run_id in run_ids:
             if run_id not in self.runs and run_id not in numbers:
@@ -409,7 +414,7 @@ class Catalogue:
         return numbers
 
     def write_numbers(self, numbers: Mapping[str, int]) -> None:
-        """Write runs' new numbers in a transaction; fails after a concurrent change."""
+        """Write runs' new numbers in a transaction of the lake; fails after a concurrent change."""
         if numbers:
             self._engine.execute(f"UPDATE {NUMBERED} SET times = times + 1")
             self._engine.insert(RUNS, build_arrow_table(("run_id", "run"), numbers.items()))
@@ -424,11 +429,8 @@ class Catalogue:
     ) -> dict[str, LakeRunState]:
         """Return the states of runs, reading missing ones together.
 
-        A collector that takes over a hundred runs needs as many queries as for one.
-
-        Args:
-            run_ids: the runs; one that the lake does not have is known to have nothing.
-            is_fresh: include all changes by others.
+        A collector that takes over a hundred runs needs as many queries as for one. A run that the
+        lake does not have is known to have nothing. ``is_fresh``: include all changes by others.
         """
         now = time.monotonic()
         due = [run_id for run_id in run_ids if self._is_due(run_id, now, is_fresh=is_fresh)]
@@ -524,8 +526,7 @@ class Catalogue:
     ) -> list[tuple[str, str, str, str]]:
         """Return run, stream, name and type of the columns that the catalog lacks.
 
-        Args:
-            written: by run and stream, the columns with their types.
+        ``written`` has by run and stream the columns with their types.
         """
         new = []
         for run_id, streams in written.items():

@@ -17,7 +17,7 @@ from vitals_collector.numbers.lake_catalogue import (
     build_arrow_table,
     newest_marks,
 )
-from vitals_collector.numbers.lake_engine import CHECKSUMS, META, LakeEngine
+from vitals_collector.numbers.lake_engine import CHECKSUMS, META, LakeEngine, file_paths_sql
 
 _HOLE = ("run", "incarnation", "stream", "first_seq", "end_seq")
 _Hole = tuple[int, str, str, int, int]
@@ -36,18 +36,19 @@ class DamagedFile(NamedTuple):
 
     @property
     def table(self) -> str:
-        """Table of the file: a stream, or one of the lake's own tables."""
+        """Return the table of the file: a stream, or one of the lake's own tables."""
         return self.path.partition("/")[0]
 
 
 def find_damaged_files(engine: LakeEngine, catalogue: Catalogue) -> list[DamagedFile]:
-    """Read every file; return those that are damaged or missing."""
+    """Read every file of the lake; return those that are damaged or missing."""
     catalogue.reload()
     paths = engine.files.check((*catalogue.places, OUTLINES, MARKS, NEW_MARKS, LEVELLED))
     return [_describe_damaged_file(engine, catalogue, path) for path in paths]
 
 
 def _describe_damaged_file(engine: LakeEngine, catalogue: Catalogue, path: str) -> DamagedFile:
+    """Return a damaged file of the lake with the runs and rows that the catalog lists for it."""
     name = path.partition("/")[2]
     column_stats = engine.ask(
         f"SELECT d.record_count AS num, c.column_name AS name, s.min_value, s.max_value"
@@ -74,14 +75,9 @@ _DATA_FILE = (
 
 
 def files_without_checksum(engine: LakeEngine) -> list[str]:
-    """Return the files of the current snapshot without a checksum, which cannot be verified."""
-    live = " UNION ALL ".join(
-        f"SELECT t.table_name || '/' || d.path AS path FROM {META}_{kind}_file d"
-        f" JOIN {META}_table t USING (table_id)"
-        f" WHERE d.end_snapshot IS NULL AND t.table_name <> '{CHECKSUMS}'"
-        for kind in ("data", "delete")
-    )
-    paths = set(engine.ask(live)["path"].to_pylist())
+    """Return files of the lake's current snapshot without a checksum, so not verifiable."""
+    is_live = f"WHERE d.end_snapshot IS NULL AND t.table_name <> '{CHECKSUMS}'"
+    paths = set(engine.ask(file_paths_sql(is_live))["path"].to_pylist())
     return sorted(paths - engine.files.summed())
 
 
@@ -94,9 +90,8 @@ def drop_damaged_files(engine: LakeEngine, catalogue: Catalogue) -> list[Damaged
     Raises:
         StorageError: nothing was changed, or it is to be called again.
     """
-    damaged = find_damaged_files(
-        engine, catalogue
-    )  # reads every file, so appends continue in the meantime
+    # Reads every file, so appends continue in the meantime.
+    damaged = find_damaged_files(engine, catalogue)
     with engine.lock:
         live = engine.files.live(file.path for file in damaged)
         damaged = [file for file in damaged if file.path in live]  # not removed by another process
@@ -146,6 +141,7 @@ def _end_files(engine: LakeEngine, names: Sequence[str]) -> None:
 
 
 def _sql_placeholders(values: Sequence[object]) -> str:
+    """Return the placeholders for values in the SQL about damaged files."""
     return ", ".join("?" * len(values))
 
 
@@ -156,7 +152,7 @@ def _recompute_metadata(
     damaged: Iterable[DamagedFile],
     streams: set[str],
 ) -> None:
-    """Make marks, holes and chunk statistics of these runs match the remaining rows."""
+    """Make the lake's marks, holes and chunk statistics of these runs match the remaining rows."""
     listed = ", ".join(map(str, numbers))
     with engine.transaction():
         marks: dict[tuple[int, str, str], tuple[str, int]] = {}
@@ -204,7 +200,7 @@ def _find_holes(
     first: int,
     last: int,
 ) -> list[_Hole]:
-    """Return the numbers between two that no row has although the mark is above them.
+    """Return the row numbers that a damaged lake lacks between two, although the mark is above.
 
     Numbers of rows that were rolled up or downsampled are not missing.
     """
@@ -250,7 +246,7 @@ def _rolled_up_spans(
 
 
 def _merge_holes(holes: Iterable[_Hole]) -> list[_Hole]:
-    """Return the same numbers in holes that do not touch."""
+    """Return the same row numbers of a damaged lake in holes that do not touch."""
     joined: list[_Hole] = []
     for hole in sorted(holes):
         before = joined[-1] if joined else None
@@ -268,7 +264,7 @@ def record_filled_holes(
     first: int,
     holes: Sequence[tuple[int, int]],
 ) -> None:
-    """Note, in a commit, which holes a writer has left, and that rows from ``first`` on are new.
+    """Note, in a commit, a writer's remaining holes, and that rows from ``first`` on are new.
 
     Rows after them get their statistics again: progress is one number per writer.
     """

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import duckdb
@@ -46,56 +46,7 @@ _ID, _SECRET, _TOKEN = "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSIO
 _WRITES = re.compile(r"(?:INSERT INTO|DELETE FROM|UPDATE|CALL ducklake_\w+\('lake',) '?(\w+)")
 """Statements that may write files, each with its table."""
 _MARGIN_MS = 10
-_PATHS = f"""
-SELECT d.path FROM {META}_{{kind}}_file d JOIN {META}_table t USING (table_id)
-WHERE t.table_name = '{{table}}'
-"""
 Ask = Callable[..., pa.Table]
-
-
-class FileStore(Protocol):
-    """Storage of the files. A file is named by its table and its own name: ``steps/NAME``."""
-
-    root: str
-    """Location in DuckLake's format."""
-    extensions: tuple[str, ...]
-    """Those of DuckDB that it needs."""
-
-    def prepare_connection(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Give a connection access to the files."""
-
-    def prepare(self) -> None:
-        """Create what is missing, and list the files."""
-
-    def on_transaction_start(self) -> None:
-        """Prepare for a transaction."""
-
-    def check_place(self) -> None:
-        """Raise StorageError if rows that were stored there cannot be read."""
-
-    def written(self, statements: Sequence[str]) -> list[str]:
-        """Return the files that came since ``on_transaction_start``, durably stored.
-
-        These statements wrote them, or other ones.
-        """
-
-    def crc(self, path: str) -> int | None:
-        """Return a file's checksum; None if it is missing or unreadable."""
-
-    def state(self, table: str) -> int | None:
-        """Return a number that changes when the table's files change; None: no files."""
-
-    def paths(self, table: str) -> set[str]:
-        """Return the table's files, including those to be deleted or not committed yet."""
-
-    def defer_checksums(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Store checksums in separate files next to the data files."""
-
-    def deferred_checksums(self) -> list[tuple[str, int]]:
-        """Return the checksums that were set aside."""
-
-    def delete_deferred(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Delete these checksums."""
 
 
 _RESTORE = "stop the collector, restore the directory or a backup, and start it again"
@@ -112,11 +63,11 @@ class LocalFileStore:
         self._inode = 0
 
     def prepare_connection(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Cache no files in memory: the system's own cache has them, and frees them if needed."""
+        """Let DuckDB cache no files in memory: the system's cache does, and frees if needed."""
         connection.execute("SET enable_external_file_cache = false")
 
     def prepare(self) -> None:
-        """Create the directories for this user only, and treat existing files as synced.
+        """Create the lake's directories for this user only; treat existing files as synced.
 
         Raises:
             InsecurePathError: another user created one of them.
@@ -130,7 +81,7 @@ class LocalFileStore:
         self._inode = self._tables.stat().st_ino
 
     def check_place(self) -> None:
-        """Raise StorageError if the directory was deleted, or replaced by a new one."""
+        """Raise StorageError if the lake's directory was deleted, or replaced by a new one."""
         try:
             inode = self._tables.stat().st_ino
         except OSError as error:
@@ -145,14 +96,14 @@ class LocalFileStore:
             )
 
     def has_files(self) -> bool:
-        """Return whether ``prepare`` found files of rows."""
+        """Return whether ``prepare`` found files with the lake's rows."""
         return any(self._synced.values())
 
     def on_transaction_start(self) -> None:
-        """Do nothing: existing files are known."""
+        """Do nothing: the lake's existing files are known."""
 
     def written(self, statements: Sequence[str]) -> list[str]:
-        """Return the new files, synced; those of another collector may be among them."""
+        """Return the lake's new files, synced; another collector's may be among them."""
         paths = []
         for folder in self._tables.iterdir():
             names = {entry.name for entry in os.scandir(folder)}
@@ -167,7 +118,7 @@ class LocalFileStore:
         return paths
 
     def crc(self, path: str) -> int | None:
-        """Return a file's checksum; None if it is missing or unreadable."""
+        """Return the checksum of a lake's file; None if it is missing or unreadable."""
         crc = 0
         try:
             with (self._tables / path).open("rb") as file:
@@ -178,18 +129,18 @@ class LocalFileStore:
         return crc
 
     def state(self, table: str) -> int | None:
-        """Return the change time of the table's directory."""
+        """Return the change time of the directory of the lake's table; None without one."""
         try:
             return (self._tables / table).stat().st_mtime_ns
         except FileNotFoundError:
             return None
 
     def paths(self, table: str) -> set[str]:
-        """Return the files in the table's directory."""
+        """Return the files in the directory of the lake's table."""
         return {f"{table}/{entry.name}" for entry in os.scandir(self._tables / table)}
 
     def defer_checksums(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Store each checksum in a separate file."""
+        """Store each checksum of the lake's files in a separate file."""
         for path, crc in checksums:
             file = self._aside / path.replace("/", _SLASH)
             file.write_text(str(crc))
@@ -197,7 +148,7 @@ class LocalFileStore:
         sync_path(self._aside)
 
     def deferred_checksums(self) -> list[tuple[str, int]]:
-        """Return the checksums in separate files."""
+        """Return the checksums of the lake's files that are in separate files."""
         checksums = []
         for file in self._aside.iterdir():
             with suppress(OSError, ValueError):  # torn before its commit
@@ -205,7 +156,7 @@ class LocalFileStore:
         return checksums
 
     def delete_deferred(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Delete these files."""
+        """Delete the separate files with these checksums of the lake's files."""
         for path, _ in checksums:
             (self._aside / path.replace("/", _SLASH)).unlink(missing_ok=True)
 
@@ -214,11 +165,7 @@ class S3FileStore:
     """Files in an S3 bucket, or under a prefix in one: a written file is complete and durable."""
 
     def __init__(self, url: str, ask: Ask) -> None:
-        """Parse the URL; send no request.
-
-        Args:
-            url: ``s3://BUCKET/PREFIX``.
-            ask: runs a DuckDB query.
+        """Parse the URL ``s3://BUCKET/PREFIX``; send no request.
 
         Raises:
             UsageError: the URL is invalid.
@@ -234,7 +181,7 @@ class S3FileStore:
         self._began = (0.0, 0.0)
 
     def prepare_connection(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Give a connection the keys of the environment, and a cache for data that it reads.
+        """Give a DuckDB connection the environment's keys, and a cache for data that it reads.
 
         Raises:
             UsageError: they are not there.
@@ -245,24 +192,25 @@ class S3FileStore:
             f"{name} '{value.replace(chr(39), 2 * chr(39))}'" for name, value in values
         )
         scope = "/".join(self._url.split("/")[:3])
+        is_tls = not _s3_endpoint_url().startswith("http:")
         connection.execute(
             "CREATE TEMPORARY SECRET lake_files"
-            f" (TYPE s3, SCOPE '{scope}', USE_SSL {_is_s3_tls()}, {text})"
+            f" (TYPE s3, SCOPE '{scope}', USE_SSL {is_tls}, {text})"
         )
 
     def check_place(self) -> None:
-        """Do nothing: each commit reports a bucket that does not respond."""
+        """Do nothing: each commit to the lake reports a bucket that does not respond."""
 
     def prepare(self) -> None:
-        """Check that the bucket responds."""
+        """Check that the lake's bucket responds."""
         self._ask(f"SELECT file FROM glob('{self.root}main/runs/*') LIMIT 1")
 
     def on_transaction_start(self) -> None:
-        """Record the time: the names of files start with it."""
+        """Record the time: the names of the lake's new files start with it."""
         self._began = time.time() * 1000, time.monotonic() * 1000
 
     def written(self, statements: Sequence[str]) -> list[str]:
-        """Return the files of this time in the tables that the statements name."""
+        """Return the lake's files of this time in the tables that the statements name."""
         tables = {table for sql in statements for table in _WRITES.findall(sql)}
         if not tables:
             return []
@@ -282,7 +230,7 @@ class S3FileStore:
         ]
 
     def crc(self, path: str) -> int | None:
-        """Return a file's checksum; None if it is missing although its bucket exists.
+        """Return a lake file's checksum; None if it is missing although its bucket exists.
 
         Raises:
             StorageError: S3 did not respond, or not with the file.
@@ -302,12 +250,12 @@ class S3FileStore:
         return int(newest["newest"][0].as_py())
 
     def paths(self, table: str) -> set[str]:
-        """Return the table's files in the catalogue."""
-        kinds = " UNION ALL ".join(_PATHS.format(kind=k, table=table) for k in ("data", "delete"))
-        return {f"{table}/{name}" for name in _first_column_texts(self._ask(kinds))}
+        """Return the files of a table in the lake's catalog."""
+        query = file_paths_sql(f"WHERE t.table_name = '{table}'")
+        return set(_first_column_texts(self._ask(query)))
 
     def defer_checksums(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Store each checksum in a separate object."""
+        """Store each checksum of the lake's files in a separate object of the bucket."""
         for path, crc in checksums:
             self._ask(
                 f"COPY (SELECT {crc}) TO '{self._checksum_path(path)}/crc' (FORMAT csv, "
@@ -315,7 +263,7 @@ class S3FileStore:
             )
 
     def deferred_checksums(self) -> list[tuple[str, int]]:
-        """Return the checksums in separate objects."""
+        """Return the checksums of the lake's files that are in separate objects."""
         read = self._ask(f"SELECT filename, content FROM read_text('{self._url}/checksums/*/crc')")
         return [
             (name.split("/")[-2].replace(_SLASH, "/"), int(content))
@@ -323,7 +271,7 @@ class S3FileStore:
         ]
 
     def delete_deferred(self, checksums: Iterable[tuple[str, int]]) -> None:
-        """Delete these objects: DuckDB does it before it writes a directory, here an empty one."""
+        """Delete checksum objects: DuckDB does so before writing a directory, here an empty one."""
         for path, _ in checksums:
             self._ask(
                 f"COPY (SELECT 0 AS crc, 0 AS part WHERE false) TO '{self._checksum_path(path)}'"
@@ -331,11 +279,24 @@ class S3FileStore:
             )
 
     def _checksum_path(self, path: str) -> str:
+        """Return the path in the bucket of the checksum of a lake's file."""
         return f"{self._url}/checksums/{path.replace('/', _SLASH)}"
 
 
+FileStore = LocalFileStore | S3FileStore
+"""Storage of the files. A file is named by its table and its own name: ``steps/NAME``."""
+
+
+def file_paths_sql(where: str = "") -> str:
+    """Return the query for the files in the catalog, each with its table: ``steps/NAME``."""
+    return " UNION ALL ".join(
+        f"SELECT t.table_name || '/' || d.path AS path FROM {META}_{kind}_file d"
+        f" JOIN {META}_table t USING (table_id) {where}"
+        for kind in ("data", "delete")
+    )
+
+
 def _first_column_texts(answer: pa.Table) -> list[str]:
-    """Return the first column of a DuckDB result as strings."""
     return [str(text) for text in answer.column(0).to_pylist()]
 
 
@@ -361,6 +322,7 @@ def _s3_secret_options() -> list[tuple[str, str]]:
 
 
 def _s3_endpoint_url() -> str:
+    """Return the URL of the S3 server that has the lake's bucket; "" for Amazon's."""
     value = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     parts = urlsplit(value)
     if value and (parts.scheme not in ("http", "https") or not parts.netloc or "@" in value):
@@ -371,12 +333,8 @@ def _s3_endpoint_url() -> str:
     return value
 
 
-def _is_s3_tls() -> bool:
-    return not _s3_endpoint_url().startswith("http:")
-
-
 def redact_s3_keys(text: str) -> str:
-    """Return a message without the S3 keys."""
+    """Return a message of the lake without the S3 keys."""
     for name in (_ID, _SECRET, _TOKEN):
         if value := os.environ.get(name):
             text = text.replace(value, "***")
@@ -393,14 +351,14 @@ _REFUSALS = (
 
 
 def s3_hint(text: str) -> str:
-    """Return what to do about an error of S3; "" for others."""
+    """Return what to do about an error of the lake's S3 bucket; "" for others."""
     if "HTTP" not in text:
         return ""
     return next((hint for sign, hint in _REFUSALS if sign in text), "")
 
 
 def known_bucket(catalogue: Path) -> str:
-    """Return the bucket in a SQLite catalog; "" if it names a directory or does not exist."""
+    """Return the bucket in the lake's SQLite catalog; "" for a directory or a missing catalog."""
     if not catalogue.is_file():
         return ""
     try:
@@ -418,7 +376,7 @@ def bucket_of(root: str) -> str:
 
 
 def sync_path(path: Path) -> None:
-    """Sync a file, or the names in a directory, to disk."""
+    """Sync a file of the lake, or the names in a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -456,15 +414,12 @@ class _FileBounds(NamedTuple):
 
 
 class FileChecksums:
-    """Checksums of the files in the tables' directories. Thread-safe."""
+    """Checksums of the files in the tables' directories. Thread-safe.
+
+    ``file_store`` has the files, and the checksums that the lake does not have yet.
+    """
 
     def __init__(self, file_store: FileStore, ask: Ask) -> None:
-        """Know nothing yet.
-
-        Args:
-            file_store: store of the files, and of checksums that the lake does not have yet.
-            ask: runs a query on the lake.
-        """
         self._place, self._ask = file_store, ask
         self._lock = threading.Lock()
         """Guards the caches; not held while a file is read, so that commits continue."""
@@ -479,28 +434,20 @@ class FileChecksums:
         """By table, the state of its directory when it was last listed."""
 
     def checksum_new_file(self, path: str) -> tuple[str, int]:
-        """Return a new file's path and checksum; it is believed from now on."""
+        """Return path and checksum of the lake's new file; it is believed from now on."""
         checksum = self._place.crc(path)
         with self._lock:
             self._whole.add(path)
         return path, -1 if checksum is None else checksum
 
     def check_files_of_runs(self, table: str, *runs: int) -> None:
-        """Check the files of a table that may hold rows of the runs, each once.
-
-        Raises:
-            StorageError: one is damaged.
-        """
+        """Check the files of a lake's table that may hold rows of the runs, each once."""
         self._check_needed_files(
             table, lambda _, bounds: any(bounds.min_run <= run <= bounds.max_run for run in runs)
         )
 
     def check_small_files(self, table: str, num_bytes: int) -> None:
-        """Verify the table's files up to this size.
-
-        Raises:
-            StorageError: one is damaged.
-        """
+        """Verify the files of a lake's table up to this size."""
         self._check_needed_files(table, lambda _, bounds: bounds.num_bytes <= num_bytes)
 
     def _check_needed_files(
@@ -535,7 +482,7 @@ class FileChecksums:
             )
 
     def check(self, tables: Iterable[str]) -> list[str]:
-        """Read every live file again; return the damaged ones. Other work continues."""
+        """Read every live file of the lake again; return the damaged ones. Other work continues."""
         live = {
             path: bounds
             for table in tables
@@ -547,7 +494,7 @@ class FileChecksums:
             return sorted(self._damaged.keys() & live.keys())
 
     def live(self, paths: Iterable[str]) -> set[str]:
-        """Return which of these files are in the catalogue."""
+        """Return which of these files are in the lake's catalog."""
         listed = set(paths)
         tables = {path.partition("/")[0] for path in listed}
         return {
@@ -563,14 +510,14 @@ class FileChecksums:
         return {*stored, *(path for path, _ in self._place.deferred_checksums())}
 
     def forget(self, paths: Iterable[str]) -> None:
-        """Drop files from the cache."""
+        """Drop the lake's files from the cache."""
         with self._lock:
             for path in paths:
                 self._damaged.pop(path, None)
                 self._dead.add(path)
 
     def _discover_files(self, table: str) -> None:
-        """Find files that were added since the last listing."""
+        """Find the files that were added to the lake since the last listing."""
         state = self._place.state(table)
         if state is None or state == self._seen_at.get(table):
             return
@@ -591,7 +538,7 @@ class FileChecksums:
             self._seen_at[table] = state
 
     def list_table_files(self, table: str) -> list[tuple[str, bool, _FileBounds]]:
-        """Return the path of each file of a table, whether it is live, and its bounds."""
+        """Return path, whether it is live, and bounds of each file of a lake's table."""
         rows = self._ask(_LIVE.format(table=table)).to_pylist()
         return [
             (
@@ -607,7 +554,7 @@ class FileChecksums:
         ]
 
     def _check(self, files: Mapping[str, _FileBounds]) -> None:
-        """Read files, and remember which are whole."""
+        """Read the lake's files, and remember which are whole."""
         if not files:
             return
         listed = ", ".join(f"'{path}'" for path in files)
@@ -651,7 +598,10 @@ class _RunningQuery:
 
 
 class LakeEngine:
-    """One process's way to a lake: one connection that writes, others that read."""
+    """One process's way to a lake: one connection that writes, others that read.
+
+    Statements and queries raise StorageError if DuckDB refuses.
+    """
 
     def __init__(self, folder: Path, catalogue: str, memory_limit: str, bucket: str = "") -> None:
         """Attach the lake; see ``Lake``."""
@@ -691,15 +641,8 @@ class LakeEngine:
         self.execute(f"CREATE TABLE IF NOT EXISTS {CHECKSUMS} ({CHECKSUM_COLUMNS})")
 
     def _attach_lake(self) -> duckdb.DuckDBPyConnection:
-        # Nothing is downloaded, and nothing is written to the home directory. The extensions are
-        # next to this program's code; hashing them each time takes 0.2 s of CPU.
-        root = duckdb.connect(
-            config={
-                "autoinstall_known_extensions": False,
-                "autoload_known_extensions": False,
-                "allow_unsigned_extensions": True,
-            }
-        )
+        """Open DuckDB with the lake and its catalog attached."""
+        root = connect_duckdb()
         catalogue, folder = self._catalogue, self.folder
         scanner = "postgres_scanner" if catalogue else "sqlite_scanner"
         uri = f"postgres:{escape_sql(catalogue)}" if catalogue else f"sqlite:{folder / CATALOGUE}"
@@ -744,11 +687,7 @@ class LakeEngine:
         return bool(self.ask(f"SELECT 1 FROM {META}_data_file LIMIT 1").num_rows)
 
     def _check_catalog_of_files(self) -> None:
-        """Reject an empty catalog next to stored rows, which would be lost.
-
-        Raises:
-            StorageError: the catalog has no tables, but the directory has rows.
-        """
+        """Raise StorageError for an empty catalog next to stored rows, which would be lost."""
         if not (isinstance(self._place, LocalFileStore) and self._place.has_files()):
             return
         query = f"SELECT 1 FROM duckdb_tables() WHERE table_name = '{CHECKSUMS}'"
@@ -815,13 +754,9 @@ class LakeEngine:
         """Commit all ``execute`` calls in the block at once; durable at its end.
 
         A commit that merges files cannot store their checksums (DuckLake does not support it): they
-        are in separate files until ``keep_checksums``.
-
-        Args:
-            is_merge: whether it merges files.
-            epochs: of the leases of the written runs. After another collector has acquired one, the
-                commit is refused by the catalog's database, in the same transaction
-                (``cluster.leases.fence``).
+        are in separate files until ``keep_checksums``. ``epochs`` are of the leases of the written
+        runs: after another collector has acquired one, the catalog's database refuses the commit,
+        in the same transaction (``cluster.leases.install_lake_fence``).
 
         Raises:
             StorageError: nothing was changed, or (``is_unsure``) the result is unknown.
@@ -869,21 +804,13 @@ class LakeEngine:
     def execute(
         self, sql: str, values: Sequence[object] = (), rows: pa.Table | None = None
     ) -> None:
-        """Run a statement on the writing connection; ``rows`` is a table of that name in it.
-
-        Raises:
-            StorageError: DuckDB refused.
-        """
+        """Run a statement on the writing connection; ``rows`` is a table of that name in it."""
         with self.lock, translate_lake_errors():  # DuckDB finds "rows" by its name
             self._statements.append(sql)
             self._root.execute(sql, list(values))
 
     def query_in_transaction(self, sql: str) -> pa.Table:
-        """Return a query's result as the current transaction sees the lake.
-
-        Raises:
-            StorageError: DuckDB refused.
-        """
+        """Return a query's result as the current transaction sees the lake."""
         with self.lock, translate_lake_errors():
             self._statements.append(sql)
             return self._root.execute(sql).to_arrow_table()
@@ -909,6 +836,7 @@ class LakeEngine:
                 self._insert_checksums(self._kept_checksums)
 
     def _insert_checksums(self, checksums: Sequence[tuple[str, int]]) -> None:
+        """Add the checksums of files to the lake's table of them."""
         paths, crcs = zip(*checksums, strict=True)
         self.insert(CHECKSUMS, pa.table({"path": list(paths), "crc": list(crcs)}))
 
@@ -930,11 +858,7 @@ class LakeEngine:
     def ask(
         self, sql: str, values: Sequence[object] = (), tables: Mapping[str, pa.Table] | None = None
     ) -> pa.Table:
-        """Return a query's result; ``tables`` can be used in it by their names.
-
-        Raises:
-            StorageError: DuckDB refused.
-        """
+        """Return a query's result; ``tables`` can be used in it by their names."""
         with translate_lake_errors(), self._cursor() as reader:
             for name, table in (tables or {}).items():
                 reader.register(name, table)
@@ -984,10 +908,23 @@ class LakeEngine:
         return reader
 
 
+def connect_duckdb(**more: bool) -> duckdb.DuckDBPyConnection:
+    """Return a connection that downloads nothing, and writes nothing to the home directory.
+
+    The extensions are next to this program's code; hashing them each time takes 0.2 s of CPU.
+    """
+    config: dict[str, Any] = {
+        "autoinstall_known_extensions": False,
+        "autoload_known_extensions": False,
+        "allow_unsigned_extensions": True,
+    }
+    return duckdb.connect(config=config | more)
+
+
 def _hold_catalog_open(
     root: duckdb.DuckDBPyConnection, catalogue: Path
 ) -> duckdb.DuckDBPyConnection:
-    """Keep a SQLite catalog open in its current state until the returned connection is closed.
+    """Keep the lake's SQLite catalog open as it is until the returned connection is closed.
 
     It has a WAL, so that a query can read during a write. Each query and each commit opens and
     closes it. The last one to close it removes the WAL under a lock; a query that arrives at that
@@ -1009,7 +946,7 @@ def _hold_catalog_open(
 
 
 def find_duckdb_extension(name: str) -> Path:
-    """Return the file of an extension, which is a package with DuckDB's own version.
+    """Return the file of a DuckDB extension for the lake: a package with DuckDB's own version.
 
     Raises:
         MissingDependencyError: it is not installed.
@@ -1029,7 +966,7 @@ def find_duckdb_extension(name: str) -> Path:
 
 
 def escape_sql(text: str) -> str:
-    """Return a text escaped for SQL quotes."""
+    """Return a text escaped for quotes in DuckDB's SQL."""
     return text.replace("'", "''")
 
 

@@ -12,13 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from trainvitals.catalog import ROW_COLUMNS
-from trainvitals.errors import StorageError
 from vitals_collector.numbers import chunk_stats
 from vitals_collector.numbers.chunk_stats import ROWS, STREAMS, ChunkStats, compute_chunk_stats
-from vitals_collector.numbers.interface import ColumnValues, RowSpan, rank_of
+from vitals_collector.numbers.interface import RowSpan, rank_of
 from vitals_collector.numbers.lake_catalogue import (
-    HOLES,
     LEVELLED,
     MARKS,
     NEW_MARKS,
@@ -30,8 +27,9 @@ from vitals_collector.numbers.lake_catalogue import (
     column_sql,
     name_key,
     newest_marks,
+    numeric_columns,
 )
-from vitals_collector.numbers.lake_engine import CHECKSUMS, META, LakeEngine
+from vitals_collector.numbers.lake_engine import CHECKSUMS, META, LakeEngine, file_paths_sql
 from vitals_collector.numbers.lake_reading import select_rows, select_span
 
 # ----------------------------------------------------------------------------------------- outlines
@@ -59,7 +57,7 @@ _MOST_VALUES = 4 << 20
 
 
 def create_chunk_stats_table(engine: LakeEngine, tables: Collection[str]) -> None:
-    """Create the table if the lake does not have it."""
+    """Create the table of chunk statistics if the lake does not have it."""
     if OUTLINES in tables:
         return
     listed = ", ".join(f"{name} {kind}" for name, kind in {**_KEYS, **_NUMBERS}.items())
@@ -87,13 +85,9 @@ def _last_seqs_with_stats(
 def add_chunk_stats(
     engine: LakeEngine, catalogue: Catalogue, run_ids: Sequence[str], end: float
 ) -> bool:
-    """Add missing chunk statistics, except for few rows; return whether all were done by ``end``.
+    """Add missing chunk statistics of runs, except for few rows.
 
-    Args:
-        engine: the lake.
-        catalogue: the lake's catalogue.
-        run_ids: the runs, which have rows.
-        end: ``time.monotonic`` after which no new run is started.
+    Start no run after ``end``, by ``time.monotonic``; return whether all were done.
     """
     numbers = {run_id: catalogue.runs[run_id] for run_id in run_ids if run_id in catalogue.runs}
     done = _last_seqs_with_stats(engine, list(numbers.values())) if numbers else {}
@@ -112,12 +106,13 @@ def _add_chunk_stats_of_run(
     done: Mapping[tuple[str, str], int],
     end: float,
 ) -> bool:
+    """Add the missing chunk statistics of a run; return whether all were done by ``end``."""
     for stream in STREAMS:
         pending = _rows_without_stats(state, stream, done)
         if sum(stop - first for first, stop, _ in pending) < FEWEST_ROWS:
             continue
         columns = catalogue.places_of(state, stream)
-        names = _numeric_columns(state.types(stream))
+        names = numeric_columns(state.types(stream))
         most_rows = max(1, _MOST_VALUES // (len(names) + 1))
         for seqs in _split_spans(pending, most_rows):
             if time.monotonic() > end:
@@ -127,16 +122,10 @@ def _add_chunk_stats_of_run(
     return True
 
 
-def _numeric_columns(kinds: Mapping[str, str]) -> list[str]:
-    """Return the columns for which the lake stores chunk statistics."""
-    row_columns = {column.name for column in ROW_COLUMNS}
-    return [name for name, kind in kinds.items() if kind != "S" and name not in row_columns]
-
-
 def _rows_without_stats(
     state: LakeRunState, stream: str, done: Mapping[tuple[str, str], int]
 ) -> list[tuple[int, int, str]]:
-    """Return each writer's rows without statistics: the first number, the one after the last."""
+    """Return each writer's rows without statistics: first number, and the one after the last."""
     pending = []
     for (incarnation, key), mark in state.marks.items():
         first = done.get((incarnation, stream), -1) + 1
@@ -175,6 +164,7 @@ def _insert_chunk_stats(
     places: Places,
     names: Sequence[str],
 ) -> None:
+    """Compute the chunk statistics of some rows of the lake, and add them."""
     stream, writers = span.stream, sorted(span.seqs or ())
     read = ("incarnation", "seq", "step", "attempt", "time_unix_ns", *names)
     selection = select_span(span, run, places)
@@ -186,10 +176,7 @@ def _insert_chunk_stats(
     # A row without a time gets 0, as everywhere: NaN would end the statistics of every run.
     keys = ("seq", "step", "attempt", "time_unix_ns")
     of_row = (column_from_arrow(rows[name]).values[order] for name in keys)
-    columns = {}
-    for name in names:
-        column = column_from_arrow(rows[name])
-        columns[name] = ColumnValues(column.values[order], column.is_missing[order])
+    columns = {name: column_from_arrow(rows[name]).take(order) for name in names}
     entries = compute_chunk_stats(stream, chunk_stats.StreamRows(codes[order], *of_row), columns)
     sources = [state.sources.get((incarnation, stream), "") for incarnation in writers]
     with engine.transaction():
@@ -206,7 +193,6 @@ def _stats_table(
     writers: list[str],
     sources: list[str],
 ) -> pa.Table:
-    """Return chunk statistics as rows of the lake's table for them."""
     num, which = len(entries.writer), pa.array(entries.writer)
     columns = {
         "run": pa.array(np.full(num, run)),
@@ -218,41 +204,6 @@ def _stats_table(
         "kind": pa.array(entries.kind),
     }
     return pa.table(columns | {name: pa.array(getattr(entries, name)) for name in _NUMBERS})
-
-
-# ------------------------------------------------------------------------------------------- owners
-
-
-_MOST_TRIES = 50
-"""At giving runs numbers while others do."""
-
-
-def become_owner(engine: LakeEngine, catalogue: Catalogue, epochs: Mapping[str, int]) -> None:
-    """Take over runs: from now on this process commits for them.
-
-    Args:
-        engine: the lake.
-        catalogue: the lake's catalogue.
-        epochs: the number of each run's lease.
-
-    Raises:
-        StorageError: it is to be called again.
-    """
-    with engine.lock:
-        catalogue.reload()
-        tries_left = _MOST_TRIES
-        while new := catalogue.new_numbers(epochs):
-            tries_left -= 1
-            try:
-                with engine.transaction():
-                    catalogue.write_numbers(new)
-            except StorageError as error:
-                if not tries_left or "conflict" not in error.text:
-                    raise
-            catalogue.reload()
-        for run_id, epoch in epochs.items():
-            catalogue.forget_run(run_id)
-            catalogue.epochs[run_id] = epoch
 
 
 # ------------------------------------------------------------------------------------------- upkeep
@@ -281,14 +232,7 @@ _CALLS = ("merge_adjacent_files", "rewrite_data_files")
 
 
 def maintain_lake(engine: LakeEngine, catalogue: Catalogue, max_seconds: float) -> bool:
-    """Add statistics of new rows, merge small files into few sorted ones, delete old snapshots.
-
-    Returns:
-        Whether everything was done; if not, the next call continues.
-
-    Raises:
-        StorageError: another collector was in the way; nothing is lost, call it later.
-    """
+    """Maintain the lake, as described in ``Lake.merge``."""
     end = time.monotonic() + max_seconds
     for table in (NEW_MARKS, MARKS):
         engine.files.check_small_files(table, sys.maxsize)
@@ -312,10 +256,9 @@ def maintain_lake(engine: LakeEngine, catalogue: Catalogue, max_seconds: float) 
 
 
 def _merge_table(engine: LakeEngine, table: str, call: str, end: float) -> bool:
-    """Merge the table's files one by one; commits alternate with it, and wait for at most one."""
-    engine.files.check_small_files(
-        table, _MERGED_BYTES
-    )  # damaged content would get a valid checksum
+    """Merge a lake table's files one by one; commits alternate with it and wait for at most one."""
+    # Damaged content would get a valid checksum.
+    engine.files.check_small_files(table, _MERGED_BYTES)
     is_merge = call == _CALLS[0]
     bound = f", delete_threshold => {_MOST_DELETED}"
     if is_merge:
@@ -329,14 +272,10 @@ def _merge_table(engine: LakeEngine, table: str, call: str, end: float) -> bool:
 
 
 def _delete_old_checksums(engine: LakeEngine) -> None:
-    """Delete the checksums of files that are no longer in the catalogue."""
+    """Delete the checksums of files that the lake's catalog no longer lists."""
     paths = engine.ask(f"SELECT path FROM {CHECKSUMS}")["path"].to_pylist()
-    named = " UNION ALL ".join(
-        f"SELECT t.table_name || '/' || d.path AS path FROM {META}_{kind}_file d"
-        f" JOIN {META}_table t USING (table_id)"
-        for kind in ("data", "delete")
-    )
-    unnamed = sorted(set(paths).difference(engine.ask(named)["path"].to_pylist()))
+    named = engine.ask(file_paths_sql())["path"].to_pylist()
+    unnamed = sorted(set(paths).difference(named))
     for start in range(0, len(unnamed), 1_000):
         listed = ", ".join(f"'{path}'" for path in unnamed[start : start + 1_000])
         with engine.transaction():
@@ -344,7 +283,7 @@ def _delete_old_checksums(engine: LakeEngine) -> None:
 
 
 def _fold_marks(engine: LakeEngine) -> None:
-    """Leave one mark of each writer: a commit adds one for each that it had rows of."""
+    """Leave one mark of each writer in the lake: a commit adds one per writer of its rows."""
     with engine.transaction():
         runs = engine.query_in_transaction(f"SELECT DISTINCT run FROM {NEW_MARKS}")[
             "run"
@@ -354,66 +293,3 @@ def _fold_marks(engine: LakeEngine) -> None:
             engine.execute(f"DELETE FROM {MARKS} WHERE run IN ({', '.join(map(str, runs))})")
             engine.execute(f"DELETE FROM {NEW_MARKS}")
             engine.insert(MARKS, marks)
-
-
-def delete_run_rows(
-    engine: LakeEngine, catalogue: Catalogue, run_id: str, exclude: Collection[str]
-) -> None:
-    """Delete the run's rows; its last sequence numbers stay, so that resent rows are ignored.
-
-    Its columns stay as well: a process that still writes the run assumes that they exist.
-
-    Raises:
-        StorageError: nothing was removed.
-    """
-    with engine.lock:
-        catalogue.reload()
-        run = catalogue.runs.get(run_id)
-        if run is None:
-            return
-        placeholders = ", ".join("?" * len(exclude)) or "''"
-        row_filter = f"run = ? AND incarnation NOT IN ({placeholders})"
-        with engine.transaction():
-            for table in (*catalogue.places, OUTLINES, HOLES, LEVELLED):
-                engine.execute(f"DELETE FROM {table} WHERE {row_filter}", [run, *exclude])
-            for table in (NEW_MARKS, MARKS):  # a writer without rows has no source
-                engine.execute(
-                    f"UPDATE {table} SET source = '' WHERE {row_filter}", [run, *exclude]
-                )
-        catalogue.forget_run(run_id)
-
-
-def sizes(engine: LakeEngine, catalogue: Catalogue, run_id: str | None = None) -> dict[str, int]:
-    """Return about how many bytes of the files are a run's: by its share of each stream's rows.
-
-    Args:
-        engine: the lake.
-        catalogue: the lake's catalogue.
-        run_id: only this run; None for all.
-    """
-    totals: dict[int, int] = {}
-    run = None if run_id is None else catalogue.run_number(run_id)
-    if run_id is not None and run is None:
-        return {}
-    where = "" if run is None else f" WHERE run = {run}"
-    tables = engine.ask(
-        "SELECT t.table_name, sum(d.record_count)::BIGINT, sum(d.file_size_bytes)::BIGINT"
-        f" FROM {META}_data_file d JOIN {META}_table t USING (table_id)"
-        " WHERE d.end_snapshot IS NULL GROUP BY ALL"
-    )
-    for table, num_rows, num_bytes in zip(*tables.to_pydict().values(), strict=True):
-        if table not in catalogue.places or not num_rows:
-            continue
-        rows = engine.ask(f"SELECT run, count(*) AS num FROM {table}{where} GROUP BY run")
-        for number, num in zip(*rows.to_pydict().values(), strict=True):
-            totals[number] = totals.get(number, 0) + num_bytes * num // num_rows
-    return {name: totals[number] for name, number in catalogue.runs.items() if number in totals}
-
-
-def lake_size(engine: LakeEngine) -> int:
-    """Return the size of all files in the catalogue."""
-    files = " UNION ALL ".join(
-        f"SELECT file_size_bytes AS size FROM {META}_{kind}_file" for kind in ("data", "delete")
-    )
-    total = engine.ask(f"SELECT coalesce(sum(size), 0)::BIGINT AS size FROM ({files})")
-    return int(total["size"][0].as_py())

@@ -71,12 +71,12 @@ class RowSelection(NamedTuple):
     tables: dict[str, pa.Table]
 
     def and_where(self, where: str, *values: object) -> "RowSelection":
-        """Return the selection with a further condition."""
+        """Return the selection of lake rows with a further condition."""
         return self._replace(where=f"{self.where} AND {where}", values=[*self.values, *values])
 
 
 def select_span(span: RowSpan, run: int, places: Places) -> RowSelection:
-    """Return the rows of a span of the run with this number."""
+    """Return the selection of the lake's rows in a span of the run with this number."""
     selection = RowSelection(run, "", "run = ?", [run], {})
     if span.sources:
         selection = filter_sources(selection, span.sources)
@@ -94,7 +94,7 @@ def select_span(span: RowSpan, run: int, places: Places) -> RowSelection:
 
 
 def filter_sources(selection: RowSelection, sources: Iterable[str]) -> RowSelection:
-    """Return those of these sources."""
+    """Return the selection of lake rows limited to these sources."""
     ranks = sorted({rank_of(source) for source in sources} - {NOT_A_RANK})
     others = [source for source in sources if rank_of(source) == NOT_A_RANK]
     sides, values = list[str](), list[object]()
@@ -107,7 +107,7 @@ def filter_sources(selection: RowSelection, sources: Iterable[str]) -> RowSelect
 
 
 def filter_seqs(selection: RowSelection, seqs: Mapping[str, tuple[int, int]]) -> RowSelection:
-    """Return those of these writers, each with its first number and the one behind its last."""
+    """Limit lake rows to these writers, each with its first number and the one after its last."""
     bounds = build_arrow_table(
         ("incarnation", "first_seq", "end_seq"),
         [(incarnation, *bounds) for incarnation, bounds in seqs.items()],
@@ -140,7 +140,7 @@ def _filter_key(selection: RowSelection, keyed: SeriesKey, places: Places) -> Ro
 def select_rows(
     engine: LakeEngine, stream: str, selection: RowSelection, expressions: Mapping[str, str]
 ) -> pa.Table:
-    """Return what the expressions give of the chosen rows, by their names, in no order.
+    """Return the expressions' values for the chosen lake rows, by their names, in no order.
 
     Raises:
         StorageError: a file that may hold some of them is damaged.
@@ -156,7 +156,7 @@ def select_rows(
 
 
 def locate_run(catalogue: Catalogue, span: RowSpan) -> tuple[int, Places] | None:
-    """Return the run's number and the places of its columns; None where it has no such rows."""
+    """Return a run's number in the lake and its columns' places; None if it has no such rows."""
     places = catalogue.columns(span.run_id, span.stream)
     return (catalogue.runs[span.run_id], places) if places else None
 
@@ -184,11 +184,11 @@ class CurveGroup(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Every column once."""
+        """Return every column of the group's curves once."""
         return list(dict.fromkeys(name for _, name, _ in self.curves))
 
     def subset(self, curves: list[tuple[int, str, int]]) -> "CurveGroup":
-        """Return some curves of it, and no more cells than they have."""
+        """Return some curves of the group, and no more cells than they have."""
         places = sorted({cell for _, _, cell in curves})
         renumbered = {cell: i for i, cell in enumerate(places)}
         cells = [self.cells[cell] for cell in places]
@@ -208,12 +208,12 @@ class FetchedRows(NamedTuple):
     """Where the rows of each cell begin, and one more: where the last one's end."""
 
     def steps_of(self, cell: int, along: str) -> Ints:
-        """Return the steps of the rows of a cell."""
+        """Return the steps of the rows of a cell that were read from the lake."""
         steps: Ints = self.columns[along].values[self.bounds[cell] : self.bounds[cell + 1]]
         return steps
 
     def points(self, name: str, cell: int) -> Points:
-        """Return the measured values of a column in the rows of a cell."""
+        """Return a column's measured values in the rows of a cell, read from the lake."""
         start, end = self.bounds[cell], self.bounds[cell + 1]
         parts = (*POINT, name)
         columns = {
@@ -226,7 +226,7 @@ class FetchedRows(NamedTuple):
 def group_curves(
     catalogue: Catalogue, curves: Sequence[CurveRequest]
 ) -> Iterator[tuple[CurveGroup, bool]]:
-    """Yield the curves in groups; with whether outlines may stand for rows.
+    """Yield curves of the lake in groups, and whether chunk statistics may replace rows.
 
     Raises:
         FormatError: a column is text.
@@ -250,7 +250,7 @@ def group_curves(
 
 
 def _distinct_curves(curves: Sequence[CurveRequest]) -> tuple[list[CurveRequest], list[int]]:
-    """Return each curve once, with the largest number of points, and its indices.
+    """Return each requested curve once, with the largest number of points, and its indices.
 
     Two charts of a page may show the same one, and outlines have one place for it.
     """
@@ -274,7 +274,7 @@ def _distinct_curves(curves: Sequence[CurveRequest]) -> tuple[list[CurveRequest]
 def _curve_group(
     catalogue: Catalogue, curves: Sequence[CurveRequest], numbers: Sequence[int]
 ) -> CurveGroup | None:
-    """Return the curves that one query can read; None if they have no rows."""
+    """Return the curves that one query on the lake can read; None if they have no rows."""
     span = curves[numbers[0]].span
     places = catalogue.columns(span.run_id, span.stream)
     if not places:
@@ -307,13 +307,7 @@ def fetch_group(
     group: CurveGroup,
     narrowed: Sequence[Callable[[RowSelection], RowSelection]] = (lambda c: c,),
 ) -> FetchedRows:
-    """Return a group's rows.
-
-    Args:
-        engine: the lake.
-        group: whose rows.
-        narrowed: of all of them those that each of these gives, together.
-    """
+    """Return the lake's rows for a group of curves."""
     selection, cell = select_span(group.span, group.run, group.places), ""
     if group.column == "source":
         is_by_rank = all(rank_of(source) != NOT_A_RANK for source in group.cells)
@@ -339,14 +333,12 @@ def fetch_group(
     order = _row_order(codes, columns)
     if order is not None:
         codes = codes[order]
-        columns = {
-            n: ColumnValues(c.values[order], c.is_missing[order]) for n, c in columns.items()
-        }
+        columns = {n: c.take(order) for n, c in columns.items()}
     return FetchedRows(columns, np.searchsorted(codes, np.arange(len(group.cells) + 1)))
 
 
 def _joined_to_cells(selection: RowSelection, group: CurveGroup) -> RowSelection:
-    """Return the rows that have one of the keys, with the cell of each."""
+    """Return the lake's rows that have one of the keys, with the cell of each."""
     column = stream_column_sql(group.column, group.places)
     names: tuple[str, ...] = ("span_key", "span_cell")
     rows: list[tuple[Any, ...]] = [(key, i) for i, key in enumerate(group.cells)]
@@ -364,7 +356,7 @@ def _joined_to_cells(selection: RowSelection, group: CurveGroup) -> RowSelection
 
 
 def _row_order(codes: Ints, columns: Columns) -> Ints | None:
-    """Return the order by cell, then as in ``scan``; None if the rows are sorted already."""
+    """Return lake rows' order by cell, then as in ``scan``; None if they are sorted already."""
     step = columns["step"].values
     if len(step) < 2 or _is_rising(codes, step):
         return None
@@ -413,6 +405,7 @@ class _ChunkEntries(NamedTuple):
     values: Mapping[str, Floats]
 
     def take(self, which: Mask | Ints) -> "_ChunkEntries":
+        """Return the chosen chunk statistics, in the order of the choice."""
         return _ChunkEntries(
             self.curve[which],
             {name: column[which] for name, column in self.numbers.items()},
@@ -433,7 +426,7 @@ def _overviews(
     attempts: Sequence[AttemptRow],
     branch: Branch,
 ) -> dict[int, DownsampledCurve]:
-    """Return those curves of which the outlines have as many points as are wanted."""
+    """Return the curves for which chunk statistics have as many points as are requested."""
     stream = group.span.stream
     along = "unix_ns" if stream in HOST_STREAMS else "step"
     entries, outlined = _load_chunk_entries(engine, group)
@@ -441,7 +434,9 @@ def _overviews(
         return {}
     entries, is_cut = _select_entries(entries, group, attempts, branch)
     pending = _seqs_without_stats(catalogue, group, outlined)
-    rows = fetch_group(engine, group, [_seq_filter(pending)]) if pending else None
+    rows = None
+    if pending:
+        rows = fetch_group(engine, group, [lambda selection: filter_seqs(selection, pending)])
     is_met = np.zeros(len(entries.curve), np.bool_)
     if rows is not None and along == "step":
         is_met = _has_new_rows(entries, group, rows)
@@ -524,7 +519,7 @@ def _load_chunk_entries(
 
 
 def _curve_of(group: CurveGroup, stats: pa.Table) -> Ints:
-    """Return for each entry which curve of the group it is of; -1 where no curve asks for it."""
+    """Return the group's curve of each chunk statistic; -1 if no curve requests it."""
     names = group.names
     num_cells = len(group.cells)
     name = pa.compute.index_in(stats["name"], pa.array(map(name_key, names), pa.int64())).to_numpy()
@@ -542,7 +537,7 @@ def _curve_of(group: CurveGroup, stats: pa.Table) -> Ints:
 def _select_entries(
     entries: _ChunkEntries, group: CurveGroup, attempts: Sequence[AttemptRow], branch: Branch
 ) -> tuple[_ChunkEntries, Mask]:
-    """Return the entries that are asked for, in order, and which of them a bound cuts."""
+    """Return the requested chunk statistics, in order, and which of them a bound cuts."""
     span, numbers = group.span, entries.numbers
     is_in = np.ones(len(entries.curve), np.bool_)
     is_cut = ~is_in
@@ -609,11 +604,6 @@ def _seqs_without_stats(
     }
 
 
-def _seq_filter(seqs: Mapping[str, tuple[int, int]]) -> Callable[[RowSelection], RowSelection]:
-    """Return what narrows rows to these of each writer."""
-    return lambda selection: filter_seqs(selection, seqs)
-
-
 def _has_new_rows(entries: _ChunkEntries, group: CurveGroup, rows: FetchedRows) -> Mask:
     """Return the chunks that overlap rows without statistics."""
     is_met = np.zeros(len(entries.curve), np.bool_)
@@ -632,7 +622,7 @@ def _has_new_rows(entries: _ChunkEntries, group: CurveGroup, rows: FetchedRows) 
 
 
 def _is_cut_by_column(entries: _ChunkEntries, powers: Mapping[int, int | None], along: str) -> Mask:
-    """Return the chunks that a column boundary cuts."""
+    """Return the chunks of lake rows that a boundary of a curve's columns cuts."""
     power = np.array([powers[i] or 0 for i in range(len(powers))], np.int64)[entries.curve]
     first, last = (entries.numbers[f"{side}_{along}"] for side in ("first", "last"))
     is_across: Mask = entries.is_kind(EXTREMES) & (first >> power != last >> power)
@@ -645,7 +635,7 @@ _Ranges = list[tuple[int, int]]
 def _split_drawn_and_read(
     entries: _ChunkEntries, is_read: Mask, along: str, num_curves: int
 ) -> tuple[_ChunkEntries, list[_Ranges]]:
-    """Return the statistics to draw, and for each curve the ranges to read as rows."""
+    """Return the chunk statistics to draw, and for each curve the ranges to read as rows."""
     first, last = (entries.numbers[f"{side}_{along}"] for side in ("first", "last"))
     ranges: list[_Ranges] = [[] for _ in range(num_curves)]
     for i, begin, end in zip(
@@ -676,7 +666,6 @@ def _is_within(along: Ints, ranges: _Ranges) -> Mask:
 
 
 def _points_within(points: Points, ranges: _Ranges, along: str) -> Points:
-    """Return the points in the ranges that are read from the lake."""
     return points.take(_is_within(points.step if along == "step" else points.time_unix_ns, ranges))
 
 
@@ -689,7 +678,7 @@ def _read_ranges(
     outlined: Mapping[str, int],
     along: str,
 ) -> FetchedRows | None:
-    """Return the rows in the ranges, except those without statistics, which are read already."""
+    """Return the lake's rows in the ranges, except those without statistics: already read."""
     together = sorted({of_range for i in enough for of_range in ranges[i]})
     if not together:
         return None
@@ -712,7 +701,7 @@ def _read_ranges(
 
 
 def _coalesced(ranges: _Ranges) -> Iterator[tuple[int, int]]:
-    """Yield few ranges that hold all of these; the widest gaps stay between them."""
+    """Yield few ranges of rows that hold all of these; the widest gaps stay between them."""
     joined: _Ranges = []
     for begin, end in ranges:
         if joined and begin <= joined[-1][1] + 1:
@@ -729,7 +718,7 @@ def _coalesced(ranges: _Ranges) -> Iterator[tuple[int, int]]:
 
 
 def _drawn_points(entries: _ChunkEntries, along: str) -> tuple[Ints, Points]:
-    """Return the curve of each point of the statistics, and the points."""
+    """Return the curve of each point from the chunk statistics, and the points."""
     curve, numbers, values = entries
     is_first = _is_curve_end(curve, numbers[f"first_{along}"], np.minimum)
     is_last = _is_curve_end(curve, numbers[f"last_{along}"], np.maximum)
@@ -757,7 +746,7 @@ def _drawn_points(entries: _ChunkEntries, along: str) -> tuple[Ints, Points]:
 
 
 def _is_curve_end(curve: Ints, along: Ints, extreme: np.ufunc) -> Mask:
-    """Return which entries reach the end of their curve: one may be inside another."""
+    """Return which chunks reach the end of their curve: one may be inside another."""
     starts = np.flatnonzero(np.diff(curve, prepend=-1))
     if not len(starts):
         return np.zeros(0, np.bool_)
@@ -767,7 +756,7 @@ def _is_curve_end(curve: Ints, along: Ints, extreme: np.ufunc) -> Mask:
 
 
 def _is_extreme(numbers: Mapping[str, Ints], side: str) -> Mask:
-    """Return where the value at an end is an extreme, which is drawn anyway."""
+    """Return in which chunks the value at an end is an extreme, which is drawn anyway."""
     is_extreme = np.zeros(len(numbers["num"]), np.bool_)
     for extreme in ("low", "high"):
         is_same = numbers[f"{side}_step"] == numbers[f"{extreme}_step"]

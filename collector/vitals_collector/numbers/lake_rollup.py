@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.errors import StorageError
 from vitals_collector.numbers.chunk_stats import ROWS
 from vitals_collector.numbers.interface import (
@@ -42,6 +41,7 @@ from vitals_collector.numbers.lake_catalogue import (
     build_arrow_table,
     column_from_arrow,
     name_key,
+    numeric_columns,
     quoted,
     stream_column_sql,
 )
@@ -74,7 +74,7 @@ class RollUpPlan(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in the window."""
+        """Return the number of rows in the window to roll up."""
         return sum(self.writers["num"].to_pylist())
 
 
@@ -97,12 +97,7 @@ def plan(
     if location is None:
         return None
     run, places = location
-    row_columns = {column.name for column in ROW_COLUMNS}
-    names = [
-        n
-        for n, kind in catalogue.kinds(run_id, "steps").items()
-        if kind != "S" and n not in row_columns
-    ]
+    names = numeric_columns(catalogue.kinds(run_id, "steps"))
     selection = RowSelection(run, "", f"run = ? AND {_WINDOW}", [run, *window], {})
     expressions = {name: stream_column_sql(name, places) for name in names}
     numbers = _query_statistics(engine, selection, expressions)
@@ -130,7 +125,7 @@ def plan(
 def _query_statistics(
     engine: LakeEngine, selection: RowSelection, expressions: dict[str, str]
 ) -> Columns:
-    """Return the statistics over ranks of each step of a window."""
+    """Return the statistics over ranks of each step of a window to roll up."""
     engine.files.check_files_of_runs("steps", selection.run)
     values, statistics = list[str](), list[str]()
     for i, sql in enumerate(expressions.values()):
@@ -170,7 +165,7 @@ def _statistics_columns(
 def _writers_in(
     engine: LakeEngine, selection: RowSelection, places: Places, broken: Sequence[str]
 ) -> pa.Table:
-    """Return each writer's numbers of rows, its longest step, and its first with a broken value."""
+    """Return each writer's rows in a window, its longest step, its first with a broken value."""
     is_broken = " OR ".join(f"NOT isfinite({sql}::DOUBLE)" for sql in broken) or "false"
     duration = f"{stream_column_sql(DURATION, places)}::DOUBLE"
     expressions = {
@@ -190,7 +185,7 @@ def _writers_in(
 def _max_loss_distances(
     engine: LakeEngine, selection: RowSelection, places: Places
 ) -> dict[str, float]:
-    """Return the largest distance of each source's loss from its step's median."""
+    """Return each source's largest distance from the step's median loss, in rows to roll up."""
     loss = f"{stream_column_sql(LOSS, places)}::DOUBLE"
     answer = engine.ask(
         f"WITH losses AS (SELECT step, source, {loss} AS loss FROM steps"
@@ -204,13 +199,13 @@ def _max_loss_distances(
 
 
 def _values_by_source(sources: Sequence[str], values: pa.ChunkedArray) -> dict[str, Any]:
-    """Return the values by source; for a source with two incarnations, either."""
+    """Return a window's values by source; for a source with two incarnations, either."""
     pairs = zip(sources, values.to_pylist(), strict=True)
     return {source: value for source, value in pairs if value is not None}
 
 
 def delete_rows(engine: LakeEngine, planned: RollUpPlan) -> None:
-    """Delete, in a commit, the rows that the statistics replace, and record which they were.
+    """Delete, in a commit, the rows that a roll-up's statistics replace; record which they were.
 
     Raises:
         StorageError: rows arrived in the meantime, or another collector was faster; plan again.
@@ -218,13 +213,13 @@ def delete_rows(engine: LakeEngine, planned: RollUpPlan) -> None:
     run, window = planned.run, planned.window
     where = f"run = {run} AND attempt = {window.attempt}"
     steps = f"{where} AND step >= {window.first_step} AND step < {window.end_step} AND rank > 0"
-    present = engine.query_in_transaction(f"SELECT count(*) AS num FROM steps WHERE {steps}")[
-        "num"
-    ][0].as_py()
-    done = engine.query_in_transaction(
-        f"SELECT count(*) AS num FROM {LEVELLED}"
-        f" WHERE {where} AND stream = 'steps' AND first_at = {window.first_step}"
-    )["num"][0].as_py()
+
+    def count(rows: str) -> int:
+        counted = engine.query_in_transaction(f"SELECT count(*) AS num FROM {rows}")
+        return int(counted["num"][0].as_py())
+
+    is_done = f"stream = 'steps' AND first_at = {window.first_step}"
+    present, done = count(f"steps WHERE {steps}"), count(f"{LEVELLED} WHERE {where} AND {is_done}")
     if present != planned.num_rows or done:
         raise StorageError(
             f"the steps {window.first_step} to {window.end_step - 1} were changed meanwhile:"
@@ -299,7 +294,7 @@ def next_window(
 
 
 def _window_filter(stream: str, attempt: int) -> tuple[str, str]:
-    """Return which rows a window is of, and along what."""
+    """Return which of the lake's rows a window has, and along what."""
     if stream in HOST_STREAMS:
         return "true", "time_unix_ns"
     return f"attempt = {attempt}" + (" AND rank > 0" if stream == "steps" else ""), "step"
@@ -316,21 +311,7 @@ def downsample_window(
     is_whole: bool,
     reason: Reason,
 ) -> int:
-    """Downsample a window of layers or of a host's samples; return the number of deleted rows.
-
-    Args:
-        engine: the lake.
-        catalogue: cached catalog of the lake.
-        run_id: the run.
-        stream: ``layers``, or one of hosts.
-        window: from ``next_window``.
-        every: steps of layers, or nanoseconds of samples.
-        is_whole: keep all rows.
-        reason: reason that ``deleted_rows`` reports.
-
-    Raises:
-        StorageError: nothing was changed, or it is to be called again.
-    """
+    """Downsample a window in one commit, as described in ``Lake.downsample_window``."""
     location = locate_run(catalogue, RowSpan(run_id, stream))
     if location is None:
         return 0
@@ -363,7 +344,7 @@ def downsample_window(
 
 
 def _writer_seq_ranges(engine: LakeEngine, stream: str, rows: str) -> pa.Table:
-    """Return by writer the first and last number of a window's rows."""
+    """Return by writer the first and last number of the lake's rows in a window."""
     return engine.query_in_transaction(
         "SELECT incarnation AS writer, min(seq) AS first, max(seq) AS last, count(*) AS num"
         f" FROM {stream} WHERE {rows} GROUP BY incarnation"
@@ -371,7 +352,7 @@ def _writer_seq_ranges(engine: LakeEngine, stream: str, rows: str) -> pa.Table:
 
 
 def _extreme_rows_sql(stream: str, rows: str, places: Places, every: int) -> str:
-    """Return the query for the rows that remain of samples; if there are at most two, all."""
+    """Return the query for the rows that remain of the lake's samples: all if at most two."""
     keys = ", ".join(map(quoted, _GROUP))
     # The stream's own column distinguishes a node's GPUs.
     of = stream_column_sql("rank", places)
@@ -396,7 +377,7 @@ def _extreme_rows_sql(stream: str, rows: str, places: Places, every: int) -> str
 
 
 def deleted_rows(engine: LakeEngine, catalogue: Catalogue, run_id: str) -> list[DeletedRows]:
-    """Return the numbers of deleted rows of the run, by stream and reason."""
+    """Return how many of the run's rows the lake deleted, by stream and reason."""
     run = catalogue.run_number(run_id)
     if run is None:
         return []

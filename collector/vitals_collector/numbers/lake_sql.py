@@ -16,8 +16,8 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import duckdb
@@ -38,6 +38,8 @@ from vitals_collector.numbers.lake_engine import (
     FileStore,
     LocalFileStore,
     S3FileStore,
+    connect_duckdb,
+    escape_sql,
     find_duckdb_extension,
     translate_lake_errors,
 )
@@ -102,11 +104,10 @@ FROM db.runs r LEFT JOIN (
 def views_of(
     columns: Mapping[str, Sequence[tuple[str, str]]], *, has_records: bool
 ) -> dict[str, str]:
-    """Return each view's SELECT.
+    """Return the SELECT of each view of the lake that users can query.
 
-    Args:
-        columns: names and DuckDB types of each of the lake's tables.
-        has_records: whether the SQL database is attached, as ``db``.
+    ``columns`` has names and DuckDB types for each of the lake's tables. With ``has_records``, the
+    SQL database is attached as ``db``.
     """
     views = {
         view: _numbers_view_sql(stream, columns[stream], which, has_names=has_records)
@@ -158,14 +159,14 @@ def _numbers_view_sql(
 
 
 def _with_times(listed: str) -> str:
-    """Return the columns, those in braces as moments under names without their unit."""
+    """Return a view's columns, those in braces as moments under names without their unit."""
     return _BRACED.sub(
         lambda match: f"{_time_sql(match[1])} AS {match[1].removesuffix('_unix_ns')}", listed
     )
 
 
 def _time_sql(column: str) -> str:
-    """Return a time in UTC; NULL without one."""
+    """Return the SQL expression of a time in UTC for users; NULL without one."""
     return f"make_timestamp(nullif({column}, 0) // 1000)"
 
 
@@ -184,14 +185,11 @@ _EXPLAIN = re.compile(r"\A\s*EXPLAIN\s+", re.IGNORECASE)
 def check_query(
     connection: duckdb.DuckDBPyConnection, sql: str, views: Collection[str], taken: Collection[str]
 ) -> None:
-    """Raise an error unless the text is a query over the views.
+    """Raise an error unless a user's SQL is a query over the lake's views.
 
-    Args:
-        connection: its parser is used.
-        sql: text from a user.
-        views: the names that are offered, in lower case.
-        taken: lower-case names in the engine or an attached database: a part of a query may not
-            have such a name, because it would be resolved outside its scope.
+    ``views`` are the offered names, in lower case. ``taken`` are lower-case names in the engine or
+    an attached database: a part of a query may not have such a name, because it would be resolved
+    outside its scope.
 
     Raises:
         UsageError: not SQL, more than one statement, not a SELECT or EXPLAIN of one, or it uses
@@ -218,7 +216,7 @@ def check_query(
 
 
 def _unwrap_explain(sql: str) -> str:
-    """Return the one SELECT that this is, or that it explains."""
+    """Return the one SELECT that a user's SQL is, or that it explains."""
     try:
         statements = duckdb.extract_statements(sql)
         if len(statements) == 1 and statements[0].type == duckdb.StatementType.EXPLAIN:
@@ -236,6 +234,7 @@ def _unwrap_explain(sql: str) -> str:
 
 
 def _parse_select(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
+    """Parse a user's SQL on the lake; an error if it is not a SELECT."""
     tree = connection.execute("SELECT json_serialize_sql(?)", [sql]).fetchone()
     parsed = json.loads(tree[0]) if tree is not None else {"error": True}
     if parsed["error"]:
@@ -244,14 +243,14 @@ def _parse_select(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
 
 
 def _iter_cte_names(node: Any) -> Iterator[str]:
-    """Yield the names of common table expressions (WITH)."""
+    """Yield the names of common table expressions (WITH) in a user's query."""
     for at in _walk_query(node):
         for part in at.get("cte_map", {}).get("map", ()):
             yield str(part["key"])
 
 
 def _iter_forbidden_names(node: Any, names: Collection[str]) -> Iterator[str]:
-    """Yield the forbidden tables and functions of the parsed query."""
+    """Yield the tables and functions that a user's query on the lake must not use."""
     for at in _walk_query(node):
         kind, function = at.get("type"), at.get("function_name")
         if kind == "BASE_TABLE":
@@ -269,7 +268,7 @@ def _iter_forbidden_names(node: Any, names: Collection[str]) -> Iterator[str]:
 
 
 def _walk_query(node: Any) -> Iterator[dict[str, Any]]:
-    """Yield every node of a parsed query."""
+    """Yield every node of a user's parsed query."""
     if isinstance(node, list):
         for part in node:
             yield from _walk_query(part)
@@ -293,7 +292,7 @@ class SqlResult(NamedTuple):
     """Whether there were more rows."""
 
 
-class LakeReader:
+class LakeReader(AbstractContextManager["LakeReader"]):
     """Runs SQL over views such as runs, steps, ranks, layers, scalars and decisions."""
 
     def __init__(
@@ -324,16 +323,7 @@ class LakeReader:
             UsageError: there are no keys of the bucket in the environment.
         """
         self._memory_limit, self._max_seconds = memory_limit, max_seconds
-        # Nothing is downloaded, now or by a query.
-        self._connection = duckdb.connect(
-            config={
-                "autoinstall_known_extensions": False,
-                "autoload_known_extensions": False,
-                # the extensions of our own packages, as in the engine
-                "allow_unsigned_extensions": True,
-                "python_enable_replacements": False,
-            }
-        )
+        self._connection = connect_duckdb(python_enable_replacements=False)
         with translate_lake_errors():
             file_store = (
                 S3FileStore(bucket, self._query_table) if bucket else LocalFileStore(folder)
@@ -342,20 +332,12 @@ class LakeReader:
             self._make_views(has_records=bool(catalogue) or database is not None)
             self._disable_external_access(file_store)
 
-    def __enter__(self) -> "LakeReader":
-        """Return self."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the lake."""
         self._connection.close()
 
     def _query_table(self, sql: str) -> pa.Table:
+        """Return the result of an SQL query on the lake as an Arrow table."""
         return self._connection.execute(sql).to_arrow_table()
 
     def _attach(
@@ -385,7 +367,6 @@ class LakeReader:
             )
 
     def _make_views(self, *, has_records: bool) -> None:
-        """Create the views that users may query."""
         columns: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for table, name, kind in self._connection.execute(
             "SELECT table_name, column_name, data_type FROM duckdb_columns()"
@@ -403,7 +384,7 @@ class LakeReader:
         """Names of the views."""
 
     def _disable_external_access(self, file_store: FileStore) -> None:
-        """Disable external access for later queries."""
+        """Disable external access for users' later queries on the lake."""
         for setting in (
             f"memory_limit = {_quote_sql_text(self._memory_limit)}",
             "threads = 1",  # the cores belong to the training
@@ -415,7 +396,7 @@ class LakeReader:
             self._connection.execute(f"SET {setting}")
 
     def ask(self, sql: str, *, max_rows: int = 10_000) -> SqlResult:
-        """Return a query's result, at most ``max_rows`` rows.
+        """Return the result of a user's query, at most ``max_rows`` rows.
 
         Raises:
             UsageError: it is not a query, uses more than the views, or is not SQL.
@@ -448,10 +429,10 @@ class LakeReader:
 
 
 def query_timeout_error(seconds: float) -> StorageError:
-    """Return the error for a query that took too long."""
+    """Return the error for a user's SQL query that took too long."""
     return StorageError(f"the question took longer than {seconds:g} s", hint=_NARROWER)
 
 
 def _quote_sql_text(value: str) -> str:
-    """Return a text quoted for SQL."""
-    return "'" + value.replace("'", "''") + "'"
+    """Return a text quoted for a setting of the user's SQL engine."""
+    return f"'{escape_sql(value)}'"

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.identity import Identity
 from trainvitals.rows import Schema, column_of
 from trainvitals.views import Branch
@@ -17,32 +16,28 @@ from trainvitals.wire import Batch
 from vitals_collector.numbers.interface import (
     ORDER,
     POINT,
-    RANKS,
     AttemptRow,
     Columns,
     ColumnValues,
     CurveRequest,
     DeletedRows,
     DownsampledCurve,
-    DueWindow,
-    Reason,
-    RollUpResult,
     RowSpan,
     SeriesKey,
-    StepWindow,
     StreamKey,
     common_type,
+    concat_columns,
     missing_column,
+    on_branch,
+    order_curve,
+    points_of,
     rank_of,
     sort_columns,
     texts_of,
     type_of,
-    whole_curve,
 )
-from vitals_collector.numbers.rank_rollup import compute_rank_statistics, ranks_batch, worst_ranks
 
 _Rows = npt.NDArray[np.void]
-_DTYPES: dict[str, Any] = {"f8": np.float64, "i8": np.int64, "S": object}
 _OWN = {"rank": "i8", "seq": "i8", "source": "S", "incarnation": "S"}
 """Columns of a row that identify its writer."""
 
@@ -63,9 +58,6 @@ class MemoryNumberStore:
         self._parts: dict[tuple[str, str], list[_StoredRows]] = defaultdict(list)
         """By run and stream."""
         self._marks: dict[StreamKey, int] = {}
-        self._levelled: dict[tuple[str, int], int] = {}
-        """By run and attempt, the step after the last rolled-up one."""
-        self._thinned: dict[str, list[DeletedRows]] = defaultdict(list)
 
     def append(self, batches: Sequence[Batch]) -> list[int]:
         """Store the new rows; they do not survive the process."""
@@ -104,7 +96,7 @@ class MemoryNumberStore:
         """Do nothing: memory can always be read."""
 
     def write_lock(self) -> AbstractContextManager[object]:
-        """No lock: nothing here takes long."""
+        """Return no lock: nothing takes long in memory."""
         return nullcontext()
 
     def missing(self, key: StreamKey) -> list[tuple[int, int]]:
@@ -137,7 +129,10 @@ class MemoryNumberStore:
         matching_parts, kinds = self._matching_parts(span), self.kinds(span.run_id, span.stream)
         return sort_columns(
             {
-                n: _concatenate_column(n, kinds.get(n, _OWN.get(n, "f8")), matching_parts)
+                n: concat_columns(
+                    [_part_column(n, *part) for part in matching_parts],
+                    kinds.get(n, _OWN.get(n, "f8")),
+                )
                 for n in all_names
             },
             names,
@@ -147,16 +142,14 @@ class MemoryNumberStore:
         self, curves: Sequence[CurveRequest], attempts: Sequence[AttemptRow], branch: Branch
     ) -> list[DownsampledCurve]:
         """Return each curve's measured values on the branch; every one, however few are wanted."""
-        return [
-            whole_curve(
-                self.scan(curve.span, [*POINT, curve.column]),
-                curve.column,
-                curve.span.stream,
-                attempts,
-                branch,
-            )
-            for curve in curves
-        ]
+        whole = []
+        for curve in curves:
+            span, stream = curve.span, curve.span.stream
+            points = points_of(self.scan(span, [*POINT, curve.column]), curve.column)
+            points = on_branch(points, stream, attempts, branch)
+            ordered = order_curve(points, stream, attempts, branch)
+            whole.append(DownsampledCurve(ordered, len(points)))
+        return whole
 
     def last_steps(self, run_id: str, stream: str = "steps") -> dict[int, int]:
         """Return the last step of each attempt that has rows of the stream."""
@@ -164,74 +157,12 @@ class MemoryNumberStore:
         attempt, step = rows["attempt"].values, rows["step"].values
         return {i: int(step[attempt == i].max()) for i in np.unique(attempt).tolist()}
 
-    def next_window(self, run_id: str, attempt: int, size: int) -> DueWindow | None:
-        """Return the oldest steps that are not rolled up yet."""
-        rows = self.scan(
-            RowSpan(run_id, "steps", from_step=self._levelled.get((run_id, attempt))),
-            ["step", "attempt", "rank", "time_unix_ns", "incarnation", "seq"],
-        )
-        step, times = rows["step"].values, rows["time_unix_ns"].values
-        is_mine = (rows["attempt"].values == attempt) & (rows["rank"].values > 0)
-        if not is_mine.any():
-            return None
-        first = int(step[is_mine].min()) // size * size
-        is_in = is_mine & (step >= first) & (step < first + size)
-        last_seqs: dict[str, int] = {}
-        for writer, seq in zip(
-            rows["incarnation"].values[is_in].tolist(),
-            rows["seq"].values[is_in].tolist(),
-            strict=True,
-        ):
-            last_seqs[writer] = max(seq, last_seqs.get(writer, seq))
-        return DueWindow(
-            StepWindow(attempt, first, first + size), int(times[is_in].max()), last_seqs
-        )
-
-    def roll_up(
-        self,
-        run_id: str,
-        window: StepWindow,
-        num_worst: int,
-        *,
-        is_whole: bool = False,
-        reason: Reason = "age",
-    ) -> RollUpResult:
-        """Replace most ranks' rows by statistics over the ranks."""
-        row_columns = {column.name for column in ROW_COLUMNS}
-        kinds = self.kinds(run_id, "steps")
-        names = [name for name, kind in kinds.items() if kind != "S" and name not in row_columns]
-        span = RowSpan(run_id, "steps", from_step=window.first_step, to_step=window.end_step)
-        rows = self.scan(span, ["step", "attempt", "rank", "source", "time_unix_ns", *names])
-        is_mine = (rows["attempt"].values == window.attempt) & (rows["rank"].values > 0)
-        if not is_mine.any():
-            return RollUpResult(0, ())
-        rows = {name: column.take(is_mine) for name, column in rows.items()}
-        sources = rows["source"].values
-        kept_sources = sorted(set(sources)) if is_whole else worst_ranks(rows, names, num_worst)
-        first_seq = self.mark((run_id, RANKS, RANKS)) + 1
-        numbers = compute_rank_statistics(rows, names)
-        self.append([ranks_batch(run_id, window.attempt, names, numbers, first_seq)])
-        with self._lock:
-            parts = self._parts[run_id, "steps"]
-            parts[:] = [_drop_window(part, window, kept_sources) for part in parts]
-            self._levelled[run_id, window.attempt] = window.end_step
-        num_taken = int(np.sum(~np.isin(sources.astype(str), kept_sources)))
-        if num_taken:
-            last = window.end_step - 1
-            self._thinned[run_id].append(DeletedRows("steps", reason, num_taken, last, 0))
-        return RollUpResult(num_taken, tuple(kept_sources))
-
     def deleted_rows(self, run_id: str) -> list[DeletedRows]:
-        """Return the numbers of deleted rows of the run, by stream and reason."""
-        of_reason: dict[tuple[str, Reason], list[DeletedRows]] = defaultdict(list)
-        for part in self._thinned[run_id]:
-            of_reason[part.stream, part.reason].append(part)
-        return [
-            DeletedRows(*key, sum(p.num_rows for p in parts), max(p.to_step for p in parts), 0)
-            for key, parts in sorted(of_reason.items())
-        ]
+        """Return nothing: no rows in memory are rolled up."""
+        return []
 
     def _stored_parts(self, run_id: str, stream: str) -> list[_StoredRows]:
+        """Return the rows in memory of a run's stream, by writer."""
         with self._lock:
             return list(self._parts.get((run_id, stream), ()))
 
@@ -260,7 +191,7 @@ class MemoryNumberStore:
         """Do nothing: the rows go with the process."""
 
     def delete(self, run_id: str, exclude: Collection[str] = ()) -> None:
-        """Forget the run's rows; its marks stay."""
+        """Delete the run's rows from memory; its marks stay."""
         with self._lock:
             for key in [key for key in self._parts if key[0] == run_id]:
                 remaining_parts = [
@@ -270,22 +201,10 @@ class MemoryNumberStore:
                     self._parts[key] = remaining_parts
                 else:
                     del self._parts[key]
-            self._thinned.pop(run_id, None)
-
-
-def _drop_window(part: _StoredRows, window: StepWindow, kept_sources: Sequence[str]) -> _StoredRows:
-    """Return the remaining rows after a window was rolled up."""
-    if part.identity.source in kept_sources or rank_of(part.identity.source) <= 0:
-        return part
-    column_values: list[npt.NDArray[Any]] = [
-        column_of(part.schema, part.rows, name)[0] for name in ("step", "attempt")
-    ]
-    step, attempt = column_values
-    is_in = (step >= window.first_step) & (step < window.end_step) & (attempt == window.attempt)
-    return part._replace(rows=part.rows[~is_in])
 
 
 def _is_in_span(span: RowSpan, part: _StoredRows) -> npt.NDArray[np.bool_]:
+    """Return which of a writer's rows in memory are in a span."""
     is_in = np.ones(len(part.rows), np.bool_)
     bounds = (
         ("step", span.from_step, span.to_step),
@@ -317,17 +236,8 @@ def _has_key(keyed: SeriesKey, part: _StoredRows) -> npt.NDArray[np.bool_]:
     return has_key
 
 
-def _concatenate_column(name: str, kind: str, parts: Sequence[_StoredRows]) -> ColumnValues:
-    if not parts:
-        return missing_column(0)
-    columns = [_part_column(name, *part) for part in parts]
-    return ColumnValues(
-        np.concatenate([_cast_values(column, _DTYPES[kind]) for column in columns]),
-        np.concatenate([_missing_mask(column, _DTYPES[kind]) for column in columns]),
-    )
-
-
 def _part_column(name: str, identity: Identity, schema: Schema, rows: _Rows) -> ColumnValues:
+    """Return a column of one writer's rows in memory, also of its source, rank and number."""
     of_writer = {"source": identity.source, "incarnation": identity.incarnation}
     if name in of_writer:
         texts = np.full(len(rows), of_writer[name], object)
@@ -348,17 +258,3 @@ def _own_column(name: str, schema: Schema, rows: _Rows) -> ColumnValues:
     column: tuple[npt.NDArray[Any], npt.NDArray[np.bool_]] = column_of(schema, rows, name)
     values, is_valid = column
     return ColumnValues(texts_of(values) if values.dtype.kind == "S" else values, ~is_valid)
-
-
-def _cast_values(column: ColumnValues, dtype: Any) -> npt.NDArray[Any]:
-    """Return a column's values as a type; zero or empty if it has another kind."""
-    if dtype is object and column.values.dtype != object:
-        return np.full(len(column.values), "", object)
-    if dtype is not object and column.values.dtype == object:
-        return np.zeros(len(column.values), dtype)
-    return column.values.astype(dtype)
-
-
-def _missing_mask(column: ColumnValues, dtype: Any) -> npt.NDArray[np.bool_]:
-    is_other = (dtype is object) != (column.values.dtype == object)
-    return np.ones_like(column.is_missing) if is_other else column.is_missing

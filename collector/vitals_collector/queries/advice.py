@@ -70,15 +70,6 @@ _ADVICE = {
 
 
 def advice(names: Iterable[str], run_id: str, step: int) -> str:
-    """Return the advice for the first cause or kind that has one; otherwise "".
-
-    Args:
-        names: cause, then kinds of findings.
-        run_id: the run.
-        step: first step of the incident.
-    """
+    """Return the verdict's advice on the first cause or kind that has one; otherwise ""."""
     text = next((_ADVICE[name] for name in names if name in _ADVICE), "")
     return text.format(run=run_id, step=max(step, 0)) if text else ""
-
-
-__all__ = ["advice"]

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from sqlalchemy import Connection, select
 
-from trainvitals.detect.attribution import (
+from trainvitals.detect.fleet.attribution import (
     INFERRED_WEIGHTS,
     LAG,
     REFERENCE,
@@ -27,22 +27,14 @@ from trainvitals.errors import UNREADABLE
 from trainvitals.records import ChangeExpected, Finding
 from trainvitals.units import humanize, split_unit
 from trainvitals.views import FindingView
+from vitals_collector.live import step_join
 from vitals_collector.live.live_monitor import watched_onsets
-from vitals_collector.live.step_join import (
-    LAYER_COLUMNS,
-    RANK_COLUMNS,
-    RUN_COLUMNS,
-    LayerPart,
-    RowWriters,
-    WriterRows,
-    merge_steps,
-)
 from vitals_collector.numbers.interface import Columns, RowSpan
 from vitals_collector.queries.grouping import domain_of
 from vitals_collector.queries.heatmap_layers import layer_names
-from vitals_collector.queries.series import exclusive_end
+from vitals_collector.queries.series import exclusive_end, measured_by_stream
 from vitals_collector.queries.top_changes import attempt_of
-from vitals_collector.storage.schema import events, measured_columns
+from vitals_collector.storage.schema import events
 from vitals_collector.storage.store import ReadSnapshot
 
 _BEFORE = 3 * (REFERENCE + LAG) + WINDOW
@@ -65,21 +57,16 @@ class Precursor:
 
     @property
     def text(self) -> str:
-        """Sentence that names the origin; empty without one."""
+        """Return the sentence that explains the origin of an incident; empty without one."""
         return "" if self.onset is None else onset_sentence(self.onset)
 
 
 def precursor(
     moment: ReadSnapshot, run_id: str, attempt: int, step: int, cause: str
 ) -> Precursor | None:
-    """Return the first change before a problem at a step; None if it is unknown.
+    """Find the first change before a problem at a step, as its cause; None if it is unknown.
 
-    Args:
-        moment: snapshot of the store.
-        run_id: the run.
-        attempt: attempt with the problem.
-        step: step at which the problem was found.
-        cause: cause of the problem: slowness and wrong numbers have different origins.
+    The ``cause`` of the problem decides: slowness and wrong numbers have different origins.
     """
     live = watched_onsets(moment.sql, run_id)
     if (
@@ -97,16 +84,17 @@ def precursor(
         onsets = tracker.onsets
     is_of_speed = domain_of(cause) == "speed"
     planned = _load_announced_changes(moment.sql, run_id, attempt)
-    first = find_origin_onset(
-        onsets, attempt=attempt, step=step, is_of_speed=is_of_speed, planned=planned
+    return Precursor(
+        find_origin_onset(
+            onsets, attempt=attempt, step=step, is_of_speed=is_of_speed, planned=planned
+        )
     )
-    return Precursor(first)
 
 
 def _load_announced_changes(
     connection: Connection, run_id: str, attempt: int
 ) -> list[tuple[int, int]]:
-    """Return the changes that the training announced, each with its steps."""
+    """Load the changes that the training announced: they cannot be the cause of a problem."""
     table = events.c
     query = select(table.step, table.body).where(
         table.run_id == run_id, table.attempt == attempt, table.kind == ChangeExpected.__name__
@@ -121,7 +109,7 @@ def _load_announced_changes(
 def first_change_text(
     moment: ReadSnapshot, run_id: str, step: int, findings: Sequence[FindingView]
 ) -> str | None:
-    """Return a sentence about the first change before the problem at a step.
+    """Explain in a sentence the first change before the problem at a step.
 
     Empty if nothing changed first; None if there was no problem, or the origin is unknown.
     """
@@ -136,48 +124,32 @@ def first_change_text(
 
 
 def _finding_sort_key(finding: Finding) -> tuple[bool, bool]:
-    """Return a sort key: numbers before speed, actionable findings before advisory ones."""
+    """Return the order in which findings explain a step: numbers before speed, actionable first."""
     return domain_of(finding.kind) == "speed", finding.level != "actionable"
 
 
-# ------------------------------------------------------------------------------- stored rows
-
-
 def stored_steps(moment: ReadSnapshot, run_id: str, first: int, last: int) -> Iterator[MergedStep]:
-    """Yield the stored steps as the fleet detectors get them live: by attempt, then by step."""
-    columns = _load_measured_columns(moment.sql, run_id)
+    """Yield stored steps, to find a cause in them, as the fleet detectors got them live."""
+    measured = measured_by_stream(moment.sql, run_id)
+    columns = sorted(measured["steps"] & {*step_join.RANK_COLUMNS, *step_join.RUN_COLUMNS})
+    layer_columns = ["layer", *sorted(measured["layers"] & {*step_join.LAYER_COLUMNS})]
     span = RowSpan(run_id, "steps", from_step=max(first, 0), to_step=exclusive_end(last))
     num = moment.numbers.num_rows(span)
     if num > _MOST_ROWS:
         first = last - int((last - first) * _MOST_ROWS / num)
         span = span._replace(from_step=max(first, 0))
-    rows = moment.numbers.scan(span, [*_KEYS, *columns["steps"]])
+    rows = moment.numbers.scan(span, [*_KEYS, *columns])
     if not len(rows["step"].values):
         return
-    layers = moment.numbers.scan(span._replace(stream="layers"), [*_KEYS, *columns["layers"]])
-    parts = [*_iter_layer_parts(moment.sql, run_id, layers, columns)]
-    yield from merge_steps([_writer_rows(rows, columns["steps"])], parts).steps
+    layers = moment.numbers.scan(span._replace(stream="layers"), [*_KEYS, *layer_columns])
+    parts = [*_iter_layer_parts(moment.sql, run_id, layers, layer_columns)]
+    yield from step_join.merge_steps([_writer_rows(rows, columns)], parts).steps
 
 
 _KEYS = ("step", "attempt", "time_unix_ns", "rank", "seq", "incarnation")
 
 
-def _load_measured_columns(connection: Connection, run_id: str) -> dict[str, list[str]]:
-    """Return the run's columns that fleet detectors use, by stream."""
-    looked_at = {
-        "steps": {*RANK_COLUMNS, *RUN_COLUMNS},
-        "layers": {*LAYER_COLUMNS},
-    }
-    table = measured_columns.c
-    query = select(table.stream, table.name).where(table.run_id == run_id)
-    there: dict[str, list[str]] = {"steps": [], "layers": ["layer"]}
-    for stream, name in connection.execute(query):
-        if name in looked_at.get(stream, ()):
-            there[stream].append(name)
-    return there
-
-
-def _writer_rows(columns: Columns, names: list[str]) -> WriterRows:
+def _writer_rows(columns: Columns, names: list[str]) -> step_join.WriterRows:
     def whole(name: str) -> np.ndarray:
         return columns[name].values.astype(np.int64)
 
@@ -185,8 +157,8 @@ def _writer_rows(columns: Columns, names: list[str]) -> WriterRows:
     size = np.full(len(rank), int(rank.max(initial=0)) + 1)
     measured = {name: (columns[name].values, ~columns[name].is_missing) for name in names}
     numbers = {name: c for name, c in measured.items() if c[0].dtype.kind in "fi"}
-    return WriterRows(
-        RowWriters(rank, size, np.zeros_like(rank)),
+    return step_join.WriterRows(
+        step_join.RowWriters(rank, size, np.zeros_like(rank)),
         whole("seq"),
         whole("attempt"),
         whole("step"),
@@ -196,25 +168,23 @@ def _writer_rows(columns: Columns, names: list[str]) -> WriterRows:
 
 
 def _iter_layer_parts(
-    connection: Connection, run_id: str, columns: Columns, names: dict[str, list[str]]
-) -> Iterator[LayerPart]:
+    connection: Connection, run_id: str, columns: Columns, names: list[str]
+) -> Iterator[step_join.LayerPart]:
+    """Yield stored layer rows by incarnation, in which the cause of a problem is searched."""
     if not len(columns["step"].values):
         return
-    rows = _writer_rows(columns, names["layers"])
+    rows = _writer_rows(columns, names)
     writers = np.array(columns["incarnation"].values.tolist())
     named = layer_names(connection, run_id)
     for writer in dict.fromkeys(writers.tolist()):
         names_of_writer = {
             number: name for (incarnation, number), name in named.items() if incarnation == writer
         }
-        yield LayerPart(names_of_writer, rows.take(writers == writer))
-
-
-# ------------------------------------------------------------------------------------- words
+        yield step_join.LayerPart(names_of_writer, rows.take(writers == writer))
 
 
 def onset_sentence(onset: Onset) -> str:
-    """Return a sentence about what changed first, and what followed."""
+    """Explain in a sentence what changed first before an incident, and what followed."""
     at = f"at step {onset.step:,}"
     first_moved = f"Moved first: {_onset_text(onset)} {at}{_onset_values_text(onset)}."
     if not onset.is_cause:
@@ -245,6 +215,7 @@ _SERIES = {
 
 
 def _onset_text(onset: Onset) -> str:
+    """Describe a first change, for the sentence about the cause of an incident."""
     where = _location_text(onset.where)
     series = _SERIES.get(onset.series, onset.series.replace("_", " "))
     if onset.series == "weight_written_ratio":
@@ -282,13 +253,14 @@ def _onset_text(onset: Onset) -> str:
 
 
 def _location_text(where: str) -> str:
-    """Return the rank or layer at which a problem started, as text."""
+    """Name the rank or layer in the sentence about the cause of an incident."""
     if not where:
         return ""
     return where.replace(":", " ") if where.startswith("rank:") else f"layer `{where}`"
 
 
 def _onset_values_text(onset: Onset) -> str:
+    """Describe the values of a first change, for the sentence about an incident's cause."""
     if onset.series in ("weight_written_ratio", "moment_written_ratio") or onset.value is None:
         return ""
     if onset.series == INFERRED_WEIGHTS:
@@ -303,7 +275,7 @@ def _onset_values_text(onset: Onset) -> str:
 
 
 def _effect_text(effect: Next) -> str:
-    """Return a sentence about what followed the first change of an incident."""
+    """Describe what followed the first change, for the sentence about an incident's cause."""
     as_onset = Onset(
         attempt=0,
         step=effect.step,
@@ -315,6 +287,3 @@ def _effect_text(effect: Next) -> str:
         sigmas=1.0,
     )
     return _onset_text(as_onset)
-
-
-__all__ = ["Precursor", "onset_sentence", "precursor", "stored_steps"]

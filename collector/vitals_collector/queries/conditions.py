@@ -38,7 +38,7 @@ class TableColumn(NamedTuple):
     """Which cells were measured; None: all."""
 
     def take(self, which: npt.NDArray[np.intp] | Mask) -> "TableColumn":
-        """Return the chosen cells, in the order of the choice."""
+        """Return the chosen cells of a queried column, in the order of the choice."""
         return TableColumn(self.values[which], None if self.valid is None else self.valid[which])
 
 
@@ -51,7 +51,7 @@ class TableCondition(NamedTuple):
     """None matches missing values."""
 
     def matching_cells(self, cells: TableColumn) -> Mask:
-        """Return which cells match the condition."""
+        """Return a mask of the cells that match the condition of a table query."""
         there = np.ones(len(cells.values), bool) if cells.valid is None else cells.valid
         if self.value is None:
             return ~there if self.op == "=" else there.copy()
@@ -60,10 +60,6 @@ class TableCondition(NamedTuple):
 
 def parse(texts: Sequence[str], columns: Mapping[str, Kind]) -> tuple[TableCondition, ...]:
     """Parse the conditions of a table query.
-
-    Args:
-        texts: conditions as entered.
-        columns: the existing columns.
 
     Raises:
         UsageError: a condition is invalid; the message lists the existing columns or operators.
@@ -74,7 +70,7 @@ def parse(texts: Sequence[str], columns: Mapping[str, Kind]) -> tuple[TableCondi
 
 
 def unknown_column(name: str, columns: Mapping[str, Kind]) -> UsageError:
-    """Return the error that lists the existing columns, and suggests a similar one."""
+    """Return the error for a table query that lists the columns, and suggests a similar one."""
     close = difflib.get_close_matches(name[:MAX_LENGTH], columns, n=1)
     meant = f"did you mean {close[0]}? " if close else ""
     return UsageError(
@@ -83,6 +79,7 @@ def unknown_column(name: str, columns: Mapping[str, Kind]) -> UsageError:
 
 
 def _parse_condition(text: str, columns: Mapping[str, Kind]) -> TableCondition:
+    """Parse one condition of a table query, COLUMN OP VALUE."""
     if len(text) > MAX_LENGTH:
         raise UsageError(f"a condition has {len(text)} characters; it may have {MAX_LENGTH}")
     match = _SHAPE.fullmatch(text)
@@ -111,6 +108,7 @@ def _parse_condition(text: str, columns: Mapping[str, Kind]) -> TableCondition:
 def _parse_value(
     text: str, column: str, op: str, value: str, kind: Kind
 ) -> float | int | str | bool:
+    """Parse the value in a condition of a table query, by the kind of its column."""
     if kind == "text":
         is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
         if not value:
@@ -138,7 +136,7 @@ def _parse_value(
 
 
 def _compare(values: npt.NDArray[np.generic], op: str, value: float | int | str | bool) -> Mask:
-    """Return a mask of the values in a column that satisfy a condition."""
+    """Return a mask of the values that satisfy the condition of a table query."""
     if op == "~":
         substring = str(value).casefold()
         return np.fromiter((substring in str(v).casefold() for v in values), bool, len(values))
@@ -165,6 +163,3 @@ def _compare(values: npt.NDArray[np.generic], op: str, value: float | int | str 
 def _shortened_repr(text: str) -> str:
     """Return a quoted part of a table query for an error message."""
     return repr(text if len(text) <= _WORDS else text[:_WORDS] + "...")
-
-
-__all__ = ["OPERATORS", "Kind", "TableColumn", "TableCondition", "parse", "unknown_column"]

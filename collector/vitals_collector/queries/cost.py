@@ -25,7 +25,7 @@ _BETWEEN_STEPS = ("checkpoint_seconds", "evaluation_seconds")
 
 
 def price_in(text: str) -> float:
-    """Return the price of a GPU-hour; 0 if the text is empty.
+    """Parse the price of a GPU-hour, for the cost of incidents; 0 if the text is empty.
 
     Raises:
         ConfigError: it is not a number of at least 0.
@@ -43,7 +43,7 @@ def price_in(text: str) -> float:
 
 
 def price_of_environment() -> float:
-    """Return the price set in the environment of this process."""
+    """Return the price of a GPU-hour that queries about cost use, from the environment."""
     return price_in(os.environ.get(PRICE_VARIABLE, ""))
 
 
@@ -57,16 +57,10 @@ def lost_work(
     waits: Sequence[FindingView] = (),
     is_timed: bool = True,
 ) -> LostWork:
-    """Return the steps, batches and time that an incident's decisions, restarts and hangs cost.
+    """Measure the cost of an incident: steps, batches and time of its decisions and restarts.
 
-    Args:
-        moment: snapshot of the store.
-        run_id: the run.
-        decided: decisions about the incident.
-        price: price of a GPU-hour; 0 if not set.
-        restarts: restarts that lost steps.
-        waits: findings about steps that did not end.
-        is_timed: whether to compute times, for which rows are read.
+    A ``price`` of a GPU-hour of 0 is not set. ``waits`` are findings about steps that did not end.
+    Without ``is_timed`` no rows are read, and times are unknown.
     """
     spans = lost_spans(decided, restarts)
     batches = sum(view.decision.skip_batches for view in decided if view.decision.acted)
@@ -96,7 +90,7 @@ def lost_work(
 def _down_seconds(
     numbers: NumberStoreReader, run_id: str, restarts: Sequence[Restart]
 ) -> float | None:
-    """Return the time without steps, from each failure to the next step; None: unknown."""
+    """Measure the cost of restarts in time without steps, up to the next step; None: unknown."""
     total_ns = 0
     for restart in (each for each in restarts if not each.is_planned):
         span = RowSpan(run_id, "steps", ("rank:0",), restart.step, restart.step + 1)
@@ -108,7 +102,7 @@ def _down_seconds(
 
 
 def _waited_seconds(numbers: NumberStoreReader, run_id: str, waits: Sequence[FindingView]) -> float:
-    """Return the duration of hangs that ended, from the last progress before each."""
+    """Measure the cost of hangs that ended, in time from the last progress before each."""
     began: dict[int, int] = {}
     for view in waits:
         since = view.time_unix_ns - int((view.finding.value or 0.0) * 1e9)
@@ -139,7 +133,7 @@ def late_seconds(
 
 
 def hours_and_money(gpu_seconds: float | None, price: float) -> tuple[float | None, float | None]:
-    """Return GPU-hours (None without a known GPU) and their cost (None without a price)."""
+    """Return the cost in GPU-hours and in money; None without a known GPU or a price."""
     if not gpu_seconds:
         return None, None
     hours = gpu_seconds / _SECONDS_AN_HOUR
@@ -147,7 +141,7 @@ def hours_and_money(gpu_seconds: float | None, price: float) -> tuple[float | No
 
 
 def total_lost_work(each: Sequence[LostWork]) -> LostWork:
-    """Return the total; a part that is unknown for one is unknown for the total."""
+    """Add up the cost of incidents; a part that is unknown for one is unknown for the total."""
     return LostWork(
         steps=sum(lost.steps for lost in each),
         batches=sum(lost.batches for lost in each),
@@ -168,7 +162,7 @@ def _sum_if_complete(values: Sequence[N | None]) -> N | None:
 
 
 def lost_spans(decided: Iterable[DecisionView], restarts: Iterable[Restart] = ()) -> list[Lost]:
-    """Return the wasted steps, each once: skipped, or undone by a rollback or restart."""
+    """Return the steps in an incident's cost, each once: skipped, rolled back, or repeated."""
     spans: list[Lost] = [span for restart in restarts for span in restart.lost]
     for view in decided:
         decision = view.decision
@@ -188,7 +182,7 @@ def lost_spans(decided: Iterable[DecisionView], restarts: Iterable[Restart] = ()
 def _measure_lost_steps(
     numbers: NumberStoreReader, run_id: str, spans: Sequence[Lost], attempts: Sequence[AttemptRow]
 ) -> tuple[float | None, int | None]:
-    """Return rank 0's seconds for the lost steps, and the tokens of the run in them.
+    """Measure the cost of lost steps: rank 0's seconds, and the run's tokens in them.
 
     As in ``trainvitals.goodput``, checkpoints and evaluations between steps do not count.
     """
@@ -224,17 +218,9 @@ def _measure_lost_steps(
 
 
 def _num_gpus(connection: Connection, run_id: str) -> int:
-    """Return the number of GPUs that the run's ranks reported."""
+    """Query the number of GPUs that the run's ranks reported, for the cost of an incident."""
     table = sources.c
     query = select(func.count(table.gpu_uuid.distinct()))
     return connection.execute(
         query.where(table.run_id == run_id, table.gpu_uuid != "")
     ).scalar_one()
-
-
-__all__ = [
-    *("PRICE_VARIABLE", "Lost", "hours_and_money", "late_seconds", "lost_spans", "lost_work"),
-    "price_in",
-    "price_of_environment",
-    "total_lost_work",
-]

@@ -77,6 +77,7 @@ def subtract(base: SampledCurve, other: SampledCurve) -> SampledCurve:
 def _load_sampled_curve(
     moment: ReadSnapshot, run_id: str, metric: str, along: Along
 ) -> SampledCurve:
+    """Load a run's curve along steps, tokens or time, to query its difference to another."""
     attempts = attempt_rows(moment.sql, run_id)
 
     def load(name: str) -> Points:
@@ -87,7 +88,7 @@ def _load_sampled_curve(
     points = load(metric)
     x = points.step.astype(np.float64)
     if along == "tokens":
-        x = _tokens_at_steps(load, x)
+        x = tokens_at_steps(load, x)
     elif along == "time":
         x = (points.time_unix_ns - points.time_unix_ns[:1]) / 1e6
     is_placed = np.isfinite(x)
@@ -97,13 +98,11 @@ def _load_sampled_curve(
     return SampledCurve(x[is_last], value[is_last])
 
 
-def _tokens_at_steps(load: Callable[[str], Points], steps: Floats) -> Floats:
+def tokens_at_steps(load: Callable[[str], Points], steps: Floats) -> Floats:
+    """Return the tokens seen at each step, interpolated; NaN outside the steps that count them."""
     counted = load(TOKENS)
     counted = counted.take(np.isfinite(counted.value))
     if not len(counted):
         return np.full(len(steps), np.nan)
     at = counted.step.astype(np.float64)
     return np.interp(steps, at, counted.value, left=np.nan, right=np.nan)
-
-
-__all__ = ["SampledCurve", "difference", "subtract"]

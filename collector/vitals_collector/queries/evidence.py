@@ -64,7 +64,7 @@ def gather_evidence(
     last: int,
     cause: str,
 ) -> IncidentEvidence:
-    """Return the measurements around an incident."""
+    """Query the measurements around an incident that its story cites."""
     first = precursor(moment, run.run_id, attempt, onset, cause)
     has_named = first is not None and first.onset is not None
     view = StepView(
@@ -92,7 +92,7 @@ def gather_evidence(
 def _gpu_changes(
     numbers: NumberStoreReader, run_id: str, attempt: int, onset: int, last: int
 ) -> tuple[MoverView, ...] | None:
-    """Return GPU changes between onset and end that did not occur before; None: no samples."""
+    """Query GPU changes during an incident that did not occur before it; None: no samples."""
     when = _times(numbers, run_id, attempt, onset, last)
     if when is None:
         return None
@@ -120,6 +120,7 @@ def _gpu_changes(
 
 
 def _changes_of_gpu(source: str, rows: Columns, begin: int) -> list[MoverView]:
+    """Find the changes of one GPU's counters, throttling and measurements during an incident."""
     times = rows["time_unix_ns"].values
     order = np.argsort(times, kind="stable")
     views = []
@@ -145,18 +146,18 @@ def _changes_of_gpu(source: str, rows: Columns, begin: int) -> list[MoverView]:
 
 
 def _risen(source: str, name: str, before: Floats, late: Floats) -> list[MoverView]:
-    """Return a GPU's counter, or an error number, if it changed."""
+    """Return a GPU counter or error number, as evidence, if an incident changed it."""
     last = float(before[-1]) if len(before) else None
     if not len(late) or float(late[-1]) == last or (last is None and name != "last_xid"):
         return []
-    view = MoverView(
-        row=source, metric=name, before=last, peak=float(late[-1]), peak_step=-1, score=MAX_SCORE
-    )
-    return [view]
+    peak = float(late[-1])
+    return [
+        MoverView(row=source, metric=name, before=last, peak=peak, peak_step=-1, score=MAX_SCORE)
+    ]
 
 
 def _throttled(source: str, before: Floats, late: Floats) -> list[MoverView]:
-    """Return a GPU's unusual throttle reasons as bit masks: the usual ones, and all.
+    """Return a GPU's throttle reasons, as evidence of an incident, if some are unusual.
 
     A throttle may start and end some samples before its effect shows in steps.
     """
@@ -182,11 +183,8 @@ def _throttled(source: str, before: Floats, late: Floats) -> list[MoverView]:
 def _times(
     numbers: NumberStoreReader, run_id: str, attempt: int, onset: int, last: int
 ) -> tuple[int, int] | None:
-    """Return the first and last end time of an incident's steps on rank 0."""
+    """Query the first and last end time of an incident's steps on rank 0."""
     span = RowSpan(run_id, "steps", ("rank:0",), from_step=onset, to_step=exclusive_end(last))
     rows = numbers.scan(span, ["time_unix_ns", "attempt"])
     attempt_times = rows["time_unix_ns"].values[rows["attempt"].values == attempt]
     return (int(attempt_times.min()), int(attempt_times.max())) if len(attempt_times) else None
-
-
-__all__ = ["THROTTLED", "IncidentEvidence", "gather_evidence"]

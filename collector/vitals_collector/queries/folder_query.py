@@ -35,18 +35,18 @@ class FolderQuery(Query):
         self._monitor: LiveMonitor | None = None
 
     def run_dir(self, run_id: str) -> Path | None:
-        """Return the run's directory: the one that is read, or one in it."""
+        """Return the directory of a queried run: the directory that is read, or one in it."""
         folder = self._folder
         return folder if folder is None or folder.name == run_id else folder / run_id
 
     def ask(self, question: Question[A]) -> A:
-        """Return the response; ``Query.ask`` documents the errors."""
+        """Respond to a query about runs in a directory; ``Query.ask`` documents the errors."""
         if question.has_findings:
             self._watch(question.run_id)  # type: ignore[attr-defined]
         return super().ask(question)
 
     def _watch(self, run_id: str) -> None:
-        """Run the fleet detectors over the rows of a run that they have not processed."""
+        """Run, before a query for findings, the fleet detectors over rows not processed yet."""
         if self._engine is not None:  # it processes all runs
             self._engine.poll()
             return
@@ -61,7 +61,7 @@ class FolderQuery(Query):
             pass
 
     def raise_alerts(self) -> None:
-        """Update the store's alerts to its rows."""
+        """Update the alerts of runs in a directory before a query for them."""
         if self._engine is None:
             from vitals_collector.live.engine import build_alert_service
 
@@ -71,6 +71,3 @@ class FolderQuery(Query):
         # This pass leaves new alerts firing, and its steps may be older than they are; the next
         # pass resolves those that are over.
         self._engine.poll()
-
-
-__all__ = ["FolderQuery"]

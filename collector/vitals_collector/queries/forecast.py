@@ -10,10 +10,11 @@ from trainvitals.views import Along, ForecastQuestion, ForecastView, RunSummary
 from vitals_collector.live.overview import info_of
 from vitals_collector.numbers.interface import Floats, Points
 from vitals_collector.queries import series
+from vitals_collector.queries.difference import TOKENS, tokens_at_steps
 from vitals_collector.queries.ledger import run_row
 from vitals_collector.storage.store import ReadSnapshot
 
-LOSS, TOKENS = "steps.loss", "steps.tokens_seen"
+LOSS = "steps.loss"
 _TIMED = (LOSS, "steps.grad_norm", "steps.step_duration_seconds")
 """Metrics with the end time of each step; the first that a run has is read."""
 
@@ -61,7 +62,7 @@ _NO_TOTAL = (
 def _finish_fields(
     timed: Points | None, run: RunSummary, total: int, now_unix_ns: int
 ) -> dict[str, object]:
-    """Return the forecast's fields on the end of the run, or why it has none."""
+    """Return the fields of a queried forecast on the end of the run, or why it has none."""
     if not total:
         return {"no_finish": _NO_TOTAL}
     is_over = timed is not None and int(timed.step[-1]) + 1 >= total
@@ -89,6 +90,7 @@ def _finish_fields(
 
 
 def _final_loss_fields(of_run: "_LineageCurves", total: int) -> dict[str, object]:
+    """Return the fields of a queried forecast on the final loss, or why it has none."""
     if not total:
         return {"no_final_loss": _NO_TOTAL}
     points = of_run.curve(LOSS)
@@ -105,7 +107,7 @@ def _final_loss_fields(of_run: "_LineageCurves", total: int) -> dict[str, object
 def _lag_fields(
     of_run: "_LineageCurves", of_other: "_LineageCurves", other: RunSummary
 ) -> dict[str, object]:
-    """Return the forecast's fields on the lag behind another run."""
+    """Return the fields of a queried forecast on the lag behind another run."""
     both = (of_run, of_other)
     along: Along = "tokens" if all(len(steps.curve(TOKENS)) for steps in both) else "step"
     predicted = measure_token_lag(*of_run.losses(along), *of_other.losses(along))
@@ -117,7 +119,7 @@ def _lag_fields(
 
 
 def _in_steps(of_run: "_LineageCurves", along: Along, predicted: Lag) -> float | None:
-    """Return a lag in steps of the run, by the mean tokens of its steps so far."""
+    """Convert a forecast's lag from tokens to steps, by the run's mean tokens per step so far."""
     if along == "step":
         return predicted.tokens
     counted = of_run.curve(TOKENS)
@@ -137,12 +139,13 @@ class _LineageCurves:
         self._read: dict[str, Points] = {}
 
     def curve(self, metric: str) -> Points:
-        """Return the steps with the metric; empty if the run never measured it."""
+        """Return a stored curve for the forecast of a run; empty if it was never measured."""
         if metric not in self._read:
             self._read[metric] = self._load(metric)
         return self._read[metric]
 
     def _load(self, metric: str) -> Points:
+        """Query a curve in the lineage for the forecast of a run."""
         if metric not in self._names:
             none = np.zeros(0, np.int64)
             return Points(none, none, none, np.zeros(0))
@@ -151,14 +154,8 @@ class _LineageCurves:
         return drawn.points
 
     def losses(self, along: Along) -> tuple[Floats, Floats]:
-        """Return the position of each loss, in tokens or in steps, and the losses."""
+        """Return a run's losses for its forecast, and the position of each in tokens or steps."""
         points = self.curve(LOSS)
-        at = points.step.astype(np.float64) + 1.0
-        if along == "tokens":
-            counted = self.curve(TOKENS)
-            places = counted.step.astype(np.float64) + 1.0
-            at = np.interp(at, places, counted.value, left=np.nan, right=np.nan)
+        steps = points.step.astype(np.float64)
+        at = tokens_at_steps(self.curve, steps) if along == "tokens" else steps + 1.0
         return at, points.value
-
-
-__all__ = ["forecast"]

@@ -4,7 +4,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from trainvitals.records import Finding, RankStarted, TrainingPaused
 from trainvitals.views import AttemptGoodput, GoodputView, RunSummary
 from vitals_collector.numbers.interface import (
     RANKS,
+    Columns,
     NumberStoreReader,
     is_of_lineage,
     make_lineage_end_lookup,
@@ -48,16 +49,11 @@ _decode_finding = msgspec.msgpack.Decoder(Finding).decode
 
 
 def run_goodput(moment: ReadSnapshot, run: RunSummary, *, price: float = 0.0) -> GoodputView:
-    """Return the use of the run's time.
-
-    Args:
-        moment: snapshot of the store.
-        run: the run.
-        price: price of a GPU-hour; 0 if not set.
-    """
+    """Query where a stored run's time went, and what it cost."""
     starts = _load_starts(moment.sql, run)
     if not starts:
-        return _goodput_view(run, None, price, None, ("No process of the run has reported.",))
+        notes = ("No process of the run has reported.",)
+        return GoodputView(run_id=run.run_id, name=run.name, state=run.state, notes=notes)
     steps = _load_ended_steps(moment, run.run_id, starts)
     launches = [start.launch for start in starts]
     hangs = _hangs(moment.sql, run.run_id, launches, steps)
@@ -81,7 +77,7 @@ class _Start(NamedTuple):
 
 
 def _load_starts(connection: Connection, run: RunSummary) -> list[_Start]:
-    """Return the starts of the training, each with its times and ranks."""
+    """Query the starts of the training for a run's goodput, each with its times and ranks."""
     table = sources.c
     query = select(sources).where(table.run_id == run.run_id, table.rank >= 0)
     rows = connection.execute(query.order_by(table.started_unix_ns)).all()
@@ -94,9 +90,8 @@ def _load_starts(connection: Connection, run: RunSummary) -> list[_Start]:
         # Ranks of one launch start within a moment, and rank 0 opens its journal no earlier than
         # the process before it ended.
         other_ranks = [
-            row for row in rows if row.rank and since <= row.started_unix_ns + _MOMENT_NS
+            row for row in rows if row.rank and since <= row.started_unix_ns + _MOMENT_NS < until
         ]
-        other_ranks = [row for row in other_ranks if row.started_unix_ns + _MOMENT_NS < until]
         is_last = k + 1 == len(heads)
         launch = Launch(
             process_ns=begun.get(head.incarnation) or head.started_unix_ns,
@@ -115,11 +110,10 @@ _MOMENT_NS = 1_000_000_000
 
 
 def _launch_end(head: Row[Any], others: Sequence[Row[Any]], *, is_running: bool) -> Ended:
-    """Return how a launch ended. A launcher that loses one rank interrupts the others."""
+    """Return how a launch ended, for the goodput: one lost rank interrupts the others."""
     if not head.ended_state:
         return "running" if is_running else "lost"
-    is_cut = head.ended_state == "interrupted"
-    if is_cut and any(
+    if head.ended_state == "interrupted" and any(
         row.ended_state == "failed" or (row.alive == 0 and not row.ended_state) for row in others
     ):
         return "failed"
@@ -128,7 +122,7 @@ def _launch_end(head: Row[Any], others: Sequence[Row[Any]], *, is_running: bool)
 
 
 def _load_start_times(connection: Connection, run_id: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Return, by incarnation of rank 0, when its process started and when ``watch`` returned."""
+    """Query when rank 0's processes started and when ``watch`` returned, for the goodput."""
     table = events.c
     query = select(table.incarnation, table.kind, table.time_unix_ns, table.body).where(
         table.run_id == run_id,
@@ -149,7 +143,7 @@ def _load_start_times(connection: Connection, run_id: str) -> tuple[dict[str, in
 
 
 def _load_ended_steps(moment: ReadSnapshot, run_id: str, starts: Sequence[_Start]) -> EndedSteps:
-    """Return the ended steps of all launches, and which were discarded."""
+    """Query the ended steps of all launches for the goodput, and which were discarded."""
     parts = [_launch_columns(moment.numbers, run_id, k, start) for k, start in enumerate(starts)]
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     step = columns.pop("step")
@@ -161,16 +155,12 @@ def _load_ended_steps(moment: ReadSnapshot, run_id: str, starts: Sequence[_Start
 def _launch_columns(
     numbers: NumberStoreReader, run_id: str, index: int, start: _Start
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the columns of one launch's steps: rank 0's, with the parts of the mean rank."""
+    """Query one launch's steps for the goodput: rank 0's, with the parts of the mean rank."""
     span = Rows(run_id, "steps", seqs={start.head: _ALL_ROWS})
     names = ("step", "attempt", "time_unix_ns", "step_duration_seconds", "skipped")
     launch_rows = numbers.scan(span, [*names, *_PARTS, *_WAITS])
     order = np.argsort(launch_rows["time_unix_ns"].values, kind="stable")
-    of: dict[str, Floats] = {}
-    for name in ("step_duration_seconds", "skipped", *_PARTS, *_WAITS):
-        values = launch_rows[name].values.astype(np.float64)
-        values[launch_rows[name].is_missing] = np.nan
-        of[name] = values[order]
+    of = _float_columns(launch_rows, ("step_duration_seconds", "skipped", *_PARTS, *_WAITS), order)
     step, attempt, time_ns = (
         launch_rows[name].values.astype(np.int64)[order]
         for name in ("step", "attempt", "time_unix_ns")
@@ -193,11 +183,21 @@ def _launch_columns(
 
 
 def _keys(attempt: Ints, step: Ints) -> Ints:
-    """Return one number for each attempt's step; attempt ids are microseconds, and far apart.
+    """Return a key for each attempt's step, by which a goodput query averages the ranks.
 
     Two numbers are equal only if their attempts started 2^24 us = 17 s apart, to the microsecond.
     """
     return (attempt & 0xFFFFFF) << 39 | step & 0x7FFFFFFFFF
+
+
+def _float_columns(
+    rows: Columns, names: Iterable[str], which: np.ndarray[Any, Any]
+) -> dict[str, Floats]:
+    """Return the chosen rows of columns; NaN for missing values."""
+    return {
+        name: np.where(rows[name].is_missing, np.nan, rows[name].values.astype(np.float64))[which]
+        for name in names
+    }
 
 
 class _RankMeans:
@@ -214,8 +214,9 @@ class _RankMeans:
         self._num_waits = np.isfinite(wait).astype(np.float64)
         self._least = wait.copy()
 
-    def _rows_of(self, keys: Ints) -> tuple[Ints, np.ndarray[Any, Any]]:
-        """Return rank 0's rows for the steps of other ranks, and which have one."""
+    def _rows_of(self, rows: Columns) -> tuple[Ints, np.ndarray[Any, Any]]:
+        """Match steps of other ranks to rows of rank 0 for a goodput query; mark the matches."""
+        keys = _keys(rows["attempt"].values.astype(np.int64), rows["step"].values.astype(np.int64))
         if not len(self._sorted):
             return np.zeros(0, np.int64), np.zeros(len(keys), np.bool_)
         at = np.minimum(np.searchsorted(self._sorted, keys), len(self._sorted) - 1)
@@ -225,17 +226,11 @@ class _RankMeans:
     def add_rows(
         self, numbers: NumberStoreReader, run_id: str, incarnations: Sequence[str]
     ) -> None:
-        """Add rows of other ranks."""
+        """Add stored rows of other ranks to the means that a goodput query needs."""
         span = Rows(run_id, "steps", seqs=dict.fromkeys(incarnations, _ALL_ROWS))
         rows = numbers.scan(span, ["step", "attempt", *_PARTS, *_WAITS])
-        at, has_row = self._rows_of(
-            _keys(rows["attempt"].values.astype(np.int64), rows["step"].values.astype(np.int64))
-        )
-        columns = {}
-        for name in (*_PARTS, *_WAITS):
-            values = rows[name].values.astype(np.float64)
-            values[rows[name].is_missing] = np.nan
-            columns[name] = values[has_row]
+        at, has_row = self._rows_of(rows)
+        columns = _float_columns(rows, (*_PARTS, *_WAITS), has_row)
         for name in _PARTS:
             np.add.at(self._sums[name], at, np.nan_to_num(columns[name]))
         np.add.at(self._num, at, 1.0)
@@ -245,20 +240,13 @@ class _RankMeans:
         np.fmin.at(self._least, at, wait)
 
     def add_rolled_up(self, numbers: NumberStoreReader, run_id: str) -> None:
-        """Add the statistics over the other ranks for steps whose rows were rolled up."""
-        kinds = numbers.kinds(run_id, RANKS)
-        if not kinds:
+        """Add statistics of ranks whose rows were rolled up to the means of a goodput query."""
+        if not numbers.kinds(run_id, RANKS):
             return
         names = [f"{name}:{what}" for name in (*_PARTS, *_WAITS) for what in ("mean", "min")]
         rows = numbers.scan(Rows(run_id, RANKS), ["step", "attempt", "num_ranks", *names])
-        at, has_row = self._rows_of(
-            _keys(rows["attempt"].values.astype(np.int64), rows["step"].values.astype(np.int64))
-        )
-        over = {}
-        for name in ("num_ranks", *names):
-            values = rows[name].values.astype(np.float64)
-            values[rows[name].is_missing] = np.nan
-            over[name] = values[has_row]
+        at, has_row = self._rows_of(rows)
+        over = _float_columns(rows, ("num_ranks", *names), has_row)
         num = np.nan_to_num(over["num_ranks"])
         for name in _PARTS:
             self._sums[name][at] = (
@@ -273,7 +261,7 @@ class _RankMeans:
         self._least[at] = np.fmin(wait_columns, least)
 
     def means(self) -> dict[str, Floats]:
-        """Return the columns of the mean rank."""
+        """Return the mean rank's parts of each step, from which a query computes the goodput."""
         parts = {
             name.removesuffix("_seconds"): total / self._num for name, total in self._sums.items()
         }
@@ -283,7 +271,7 @@ class _RankMeans:
 
 
 def _wait_seconds(columns: Mapping[str, Floats]) -> Floats:
-    """Return each row's wait for other ranks; NaN if no part of it was measured."""
+    """Return how long each step waited for other ranks, for the goodput; NaN if unmeasured."""
     gradients, exchange = (columns[name] for name in _WAITS)
     total = np.nan_to_num(gradients) + np.nan_to_num(exchange)
     return np.where(np.isnan(gradients) & np.isnan(exchange), np.nan, total)
@@ -295,12 +283,18 @@ def _wait_seconds(columns: Mapping[str, Floats]) -> Floats:
 def _hangs(
     connection: Connection, run_id: str, launches: Sequence[Launch], steps: EndedSteps
 ) -> list[TimeSpan]:
-    """Return the times during which a rank blocked the others, from pages."""
+    """Query the times during which a rank blocked the others, for the run's goodput."""
     table = findings.c
     query = select(table.time_unix_ns, table.body).where(
         table.run_id == run_id, table.kind == "hang"
     )
-    over = _note_times(connection, run_id, "wait_over")
+    columns = events.c
+    ends = select(columns.time_unix_ns).where(
+        columns.run_id == run_id,
+        columns.kind == "Note",
+        columns.summary.endswith("[wait_over]"),
+    )
+    over = list(connection.execute(ends.order_by(columns.time_unix_ns)).scalars())
     spans = []
     for told_ns, body in connection.execute(query.order_by(table.time_unix_ns)):
         waited = (_decode_finding(body).value or 0.0) if body else 0.0
@@ -314,17 +308,8 @@ def _hangs(
     return spans
 
 
-def _note_times(connection: Connection, run_id: str, code: str) -> list[int]:
-    """Return the times of a run's notes with a code, for its goodput."""
-    table = events.c
-    query = select(table.time_unix_ns).where(
-        table.run_id == run_id, table.kind == "Note", table.summary.endswith(f"[{code}]")
-    )
-    return list(connection.execute(query.order_by(table.time_unix_ns)).scalars())
-
-
 def _pauses(connection: Connection, run_id: str, launches: Sequence[Launch]) -> list[TimeSpan]:
-    """Return the times during which an operator paused the ranks."""
+    """Query the times during which an operator paused the ranks, for the run's goodput."""
     table = events.c
     query = select(table.time_unix_ns, table.body).where(
         table.run_id == run_id, table.kind == "TrainingPaused", table.source == "rank:0"
@@ -347,7 +332,7 @@ def _pauses(connection: Connection, run_id: str, launches: Sequence[Launch]) -> 
 
 
 def _energy(numbers: NumberStoreReader, run_id: str, since_ns: int, until_ns: int) -> float | None:
-    """Return the joules of all GPUs that report them: by counter, otherwise by power."""
+    """Query the joules of all GPUs that report them, for the cost of a run."""
     span = Rows(run_id, "gpu", from_unix_ns=since_ns, to_unix_ns=until_ns + 1)
     if "energy_joules" not in numbers.kinds(run_id, "gpu"):
         return None
@@ -372,6 +357,7 @@ def _energy(numbers: NumberStoreReader, run_id: str, since_ns: int, until_ns: in
 
 
 def _goodput_notes(run: RunSummary, starts: Sequence[_Start], steps: EndedSteps) -> tuple[str, ...]:
+    """Return the notes on data that a response about goodput lacks."""
     notes = []
     if run.world_size > 1 and len(steps) and not np.isfinite(steps.wait).any():
         notes.append(
@@ -387,13 +373,12 @@ def _goodput_notes(run: RunSummary, starts: Sequence[_Start], steps: EndedSteps)
 
 def _goodput_view(
     run: RunSummary,
-    sums: Goodput | None,
+    sums: Goodput,
     price: float,
     energy: float | None,
     notes: tuple[str, ...],
 ) -> GoodputView:
-    if sums is None:
-        return GoodputView(run_id=run.run_id, name=run.name, state=run.state, notes=notes)
+    """Build the response to a query for goodput, with GPU-hours and money."""
     hours, money = hours_and_money(sums.gpu_nanoseconds / 1e9, price)
     return GoodputView(
         run_id=run.run_id,
@@ -442,9 +427,7 @@ class _CachedGoodput:
 class GoodputCache:
     """Caches the sums of runs. For active runs their age depends on the cost of reading.
 
-    Args:
-        price: price of a GPU-hour; 0 if not set.
-        stopwatch: returns the seconds that a read took.
+    A ``price`` of a GPU-hour of 0 is not set. ``stopwatch`` returns seconds, to measure reads.
     """
 
     def __init__(
@@ -456,13 +439,13 @@ class GoodputCache:
         self._lock = threading.Lock()
 
     def known(self, runs: Sequence[RunSummary]) -> list[GoodputView]:
-        """Return the cached results of these runs, without reading."""
+        """Return the goodput that earlier queries cached for these runs, without reading."""
         with self._lock:
             cached = [self._kept.get(run.run_id) for run in runs]
         return [each.view for each in cached if each is not None]
 
     def of(self, moment: ReadSnapshot, run: RunSummary) -> GoodputView:
-        """Return the use of the run's time, as stored now or a short time ago."""
+        """Return the goodput of a run for a query: as stored now or a short time ago."""
         began = self._stopwatch()
         with self._lock:
             cached = self._kept.get(run.run_id)
@@ -496,24 +479,24 @@ class GoodputReader:
         self._thread = threading.Thread(target=self._work, name="vitals-goodput", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; it sleeps until the first query."""
+        """Start the thread that reads goodput for scrapes; it sleeps until the first query."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop after the current run."""
+        """Stop reading goodput in the thread after the current run."""
         self._stop.set()
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def known(self, runs: Sequence[RunSummary]) -> list[GoodputView]:
-        """Return the cached results of these runs, and schedule a read for the next call."""
+        """Return the cached goodput of the queried runs, and read it again for the next scrape."""
         self._asked = tuple(runs)
         self._wake.set()
         return self._cache.known(runs)
 
     def read_queried_runs(self) -> None:
-        """Read the runs of the latest query; an error is logged, counted, and ends the pass."""
+        """Read the goodput of the latest query's runs; an error is logged and ends the pass."""
         try:
             for run in self._asked:
                 if self._stop.is_set():
@@ -534,6 +517,3 @@ class GoodputReader:
             if self._stop.is_set():
                 return
             self.read_queried_runs()
-
-
-__all__ = ["GoodputCache", "GoodputReader", "run_goodput"]

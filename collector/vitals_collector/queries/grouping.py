@@ -27,10 +27,13 @@ between them."""
 SEVERITIES: tuple[Severity, ...] = ("log", "notify", "page")
 
 
+ItemKind = Literal["finding", "decision", "alert", "event", "restart"]
+
+
 class IncidentItem(NamedTuple):
     """Grouping data of one item."""
 
-    kind: Literal["finding", "decision", "alert", "event", "restart"]
+    kind: ItemKind
     which: int
     """Index among the items of its kind."""
     attempt: int
@@ -54,14 +57,14 @@ DEATHS = ("rank_gone", "RunFailed", "restart")
 
 
 def domain_of(name: str, default: str = "numbers") -> str:
-    """Return the domain of a kind of finding, a cause or a code."""
+    """Return the domain by which incidents group a finding or cause, such as numbers or speed."""
     if name in DEATHS:
         return "run"
     return DOMAINS.get(name, default)
 
 
 def item_of_finding(index: int, finding: Finding, attempt: int, time_unix_ns: int) -> IncidentItem:
-    """Return the grouping data of a finding."""
+    """Convert a finding to an item that can be grouped with others to an incident."""
     onset = finding.onset_step if 0 <= finding.onset_step <= finding.step else finding.step
     domain = domain_of(finding.kind)
     return IncidentItem(
@@ -71,7 +74,7 @@ def item_of_finding(index: int, finding: Finding, attempt: int, time_unix_ns: in
 
 
 def item_of_decision(index: int, decision: Decision, time_unix_ns: int) -> IncidentItem:
-    """Return the grouping data of a decision."""
+    """Convert a decision to an item that can be grouped with others to an incident."""
     first = last = decision.step
     if decision.action != "skip_step":  # the steps up to the decision end with it
         last = max(first, decision.decided_at_step)
@@ -87,7 +90,7 @@ def item_of_decision(index: int, decision: Decision, time_unix_ns: int) -> Incid
 
 
 def group_incidents(items: Sequence[IncidentItem]) -> list[list[IncidentItem]]:
-    """Return the groups in the order of their start; within each, items by step, then time."""
+    """Group items to incidents in the order of their start; each by step, then time."""
     sets = _DisjointSets(len(items))
     by_attempt: dict[int, list[int]] = {}
     for i, item in enumerate(items):
@@ -122,14 +125,14 @@ _DEATH_NOTED_NS = 3_000_000_000
 
 
 def _waits_for_dead(item: IncidentItem, death: IncidentItem) -> bool:
-    """Return whether a wait follows from a death; a wait long before may be why it was ended."""
+    """Return whether an incident's wait follows from a death; an earlier one may be its reason."""
     is_wait = item.cause == "waiting" or item.cause.startswith("hang_")
     is_near = abs(item.onset - death.onset) <= FOLLOWING_STEPS
     return is_wait and is_near and item.time_unix_ns >= death.time_unix_ns - _DEATH_NOTED_NS
 
 
 def _deaths_first(members: list[IncidentItem]) -> list[IncidentItem]:
-    """Put the waits for a dead rank after its death, which caused them."""
+    """Put an incident's waits for a dead rank after its death, which caused them."""
     deaths = [item for item in members if item.cause in DEATHS]
     waits = [item for item in members if any(_waits_for_dead(item, death) for death in deaths)]
     return [item for item in members if item not in waits] + waits
@@ -139,7 +142,7 @@ _FROM_PARAMS = ("nonfinite_loss", "nonfinite_gradient")
 
 
 def _root_first(members: list[IncidentItem]) -> list[IncidentItem]:
-    """Put parameters that a later check found NaN before the loss that followed from them.
+    """Put NaN parameters, found by a later check, before the loss in the incident they caused.
 
     They were the cause if every NaN before the check was withheld: nothing else damaged them.
     """
@@ -155,7 +158,7 @@ def _root_first(members: list[IncidentItem]) -> list[IncidentItem]:
 
 
 def _is_repeated_problem(rollback: IncidentItem, item: IncidentItem) -> bool:
-    """Return whether an item on a rollback's new attempt is the problem that it was for."""
+    """Return whether an item after a rollback belongs to the incident that it was for."""
     if item.cause == rollback.cause or (item.rank >= 0 and item.rank == rollback.rank):
         return item.first <= rollback.last + NEAR_STEPS
     if item.domain != rollback.domain or (item.rank >= 0 and rollback.rank >= 0):
@@ -178,7 +181,7 @@ _Keys = list[tuple[str, str | int]]
 
 
 def _join_near(items: Sequence[IncidentItem], order: Iterable[int], sets: "_DisjointSets") -> None:
-    """Join near items of one cause, and items of one rank that directly follow each other."""
+    """Join near items of one cause to an incident, and items of a rank that directly follow."""
     reach: dict[tuple[str, str | int], int] = {}
     for i in order:
         item = items[i]
@@ -215,7 +218,7 @@ def _join_within_reach(
 def _keep_longest_reach(
     items: Sequence[IncidentItem], i: int, keys: _Keys, reach: dict[tuple[str, str | int], int]
 ) -> None:
-    """Keep the item with the longest reach for each key."""
+    """Record which item of an incident reaches furthest for each key."""
     for key in keys:
         j = reach.get(key)
         if j is None or items[j].last < items[i].last:
@@ -229,22 +232,22 @@ class _DisjointSets:
         self._above = list(range(num))
 
     def find_root(self, i: int) -> int:
+        """Return the item that represents the incident of item ``i``."""
         while self._above[i] != i:
             self._above[i] = i = self._above[self._above[i]]
         return i
 
     def join(self, i: int, j: int) -> None:
+        """Join the incidents of two items."""
         self._above[self.find_root(i)] = self.find_root(j)
 
 
 def incident_ids(
     groups: Sequence[Sequence[IncidentItem]], ordinals: Mapping[int, int] | None = None
 ) -> list[str]:
-    """Return a name for each group: the attempt and step of its onset, and its first cause.
+    """Return a name for each incident: attempt and step of its onset, and its first cause.
 
-    Args:
-        groups: the incidents.
-        ordinals: ordinal of each attempt in the run; an attempt without one keeps its id.
+    ``ordinals`` are those of the attempts in the run; an attempt without one keeps its id.
     """
     names: dict[str, None] = {}
     for items in groups:
@@ -255,19 +258,3 @@ def incident_ids(
             name += "_"
         names[name] = None
     return list(names)
-
-
-__all__ = [
-    *(
-        "DEATHS",
-        "FOLLOWING_STEPS",
-        "NEAR_STEPS",
-        "SAME_CAUSE_STEPS",
-        "SEVERITIES",
-        "IncidentItem",
-        "domain_of",
-        "group_incidents",
-        "incident_ids",
-    ),
-    *("item_of_decision", "item_of_finding"),
-]

@@ -13,7 +13,6 @@ import difflib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from sqlalchemy import select
 
 from trainvitals import catalog
 from trainvitals.errors import UsageError
@@ -37,17 +36,8 @@ from vitals_collector.numbers.interface import (
     make_lineage_end_lookup,
     sort_by_time,
 )
-from vitals_collector.queries import heatmap_layers, series
-from vitals_collector.queries.heatmap_cells import (
-    CellExtremes,
-    HeatmapRows,
-    most_deviating_values,
-    nanmedian,
-    of_curves,
-    starts_of,
-)
+from vitals_collector.queries import heatmap_cells, heatmap_layers, series
 from vitals_collector.queries.series import attempt_rows
-from vitals_collector.storage.schema import measured_columns
 from vitals_collector.storage.store import UNKNOWN, ReadSnapshot
 
 MAX_CELLS = 200_000
@@ -58,7 +48,7 @@ _TIMED = ("loss", "step_duration_seconds", "grad_norm")
 
 
 def cells(moment: ReadSnapshot, question: CellsQuestion) -> CellsReply:
-    """Return the heat map of one snapshot of the store.
+    """Query a heat map of one metric over ranks, hosts or layers and the steps of a run.
 
     Raises:
         UsageError: no such metric, or a number out of bounds.
@@ -80,7 +70,7 @@ def cells(moment: ReadSnapshot, question: CellsQuestion) -> CellsReply:
     names, starts, extremes, rolled_back = load(
         moment, curve, attempts, question.branch, question.points
     )
-    value = most_deviating_values(extremes)
+    value = heatmap_cells.most_deviating_values(extremes)
     selected_rows = _most_deviating_rows(
         value, extremes, question.rows, is_alike=stream != "layers"
     )
@@ -104,7 +94,7 @@ def cells(moment: ReadSnapshot, question: CellsQuestion) -> CellsReply:
 
 
 def _check_map_size(points: int, rows: int) -> None:
-    """Reject a heat map with too many columns, rows or cells."""
+    """Reject a query for a heat map with too many columns, rows or cells."""
     if not 1 <= points <= MAX_MAP_COLUMNS:
         raise UsageError(f"points is {points}; it must be 1 to {MAX_MAP_COLUMNS}")
     if not 1 <= rows <= MAX_MAP_ROWS:
@@ -114,15 +104,10 @@ def _check_map_size(points: int, rows: int) -> None:
 
 
 def _stream_and_column(moment: ReadSnapshot, run_id: str, metric: str) -> tuple[str, str]:
-    """Return the stream and column of the metric."""
-    table = measured_columns.c
-    there = select(table.stream, table.name).where(
-        table.run_id == run_id, table.stream.in_(STREAMS)
-    )
+    """Return the stream and column of the metric in a query for a heat map."""
     plain = {column.name for column in catalog.ROW_COLUMNS} | {"layer"}
-    metric_names = sorted(
-        f"{s}.{name}" for s, name in moment.sql.execute(there) if name not in plain
-    )
+    measured = series.measured_by_stream(moment.sql, run_id)
+    metric_names = sorted(f"{s}.{name}" for s in STREAMS for name in measured[s] - plain)
     if {"layers.update_norm", "layers.weight_norm"} <= set(metric_names):
         metric_names.append("layers.update_ratio")
     if metric in metric_names:
@@ -132,9 +117,7 @@ def _stream_and_column(moment: ReadSnapshot, run_id: str, metric: str) -> tuple[
     meant = f"did you mean {close[0]}? " if close else ""
     raise UsageError(
         f"run {run_id} has no heat map of {metric[:200]!r}",
-        hint=f"{meant}it has {', '.join(metric_names)}"
-        if metric_names
-        else "the run has no rows yet",
+        hint=f"{meant}it has {', '.join(metric_names)}" if metric_names else series.NO_ROWS_YET,
         code=UNKNOWN,
     )
 
@@ -145,8 +128,8 @@ def _load_source_rows(
     attempts: Sequence[AttemptRow],
     branch: Branch,
     points: int,
-) -> HeatmapRows:
-    """Return the rows of ranks, GPUs or nodes."""
+) -> heatmap_cells.HeatmapRows:
+    """Load the rows of a queried heat map: ranks, GPUs or nodes."""
     numbers, whole = moment.numbers, curve._replace(num_points=_POINTS_A_COLUMN * points)
     if curve.span.stream == "steps":
         curves = _by_source(numbers, whole, attempts, branch)
@@ -165,19 +148,21 @@ def _load_source_rows(
             names.append(name)
             lineage_points.append(of_lineage)
             discarded_points.append(discarded)
-    starts = starts_of(
+    starts = heatmap_cells.starts_of(
         [drawn for drawn in (*lineage_points, *discarded_points) if len(drawn)], points
     )
-    cells = of_curves(lineage_points, starts).with_discarded(of_curves(discarded_points, starts))
+    cells = heatmap_cells.of_curves(lineage_points, starts).with_discarded(
+        heatmap_cells.of_curves(discarded_points, starts)
+    )
     again = concat_points(discarded_points).step
     rolled_back = (int(again.min()), int(again.max())) if len(again) else None
-    return HeatmapRows(names, starts, cells, rolled_back)
+    return heatmap_cells.HeatmapRows(names, starts, cells, rolled_back)
 
 
 def _by_source(
     numbers: NumberStoreReader, curve: CurveRequest, attempts: Sequence[AttemptRow], branch: Branch
 ) -> dict[str, Points]:
-    """Return the heat map's curve of every source."""
+    """Query the curve of every source, each a row of a heat map."""
     sources = numbers.sources(curve.span.run_id, curve.span.stream)
     curves = [curve._replace(span=curve.span._replace(sources=(source,))) for source in sources]
     drawn = numbers.curves(curves, attempts, branch)
@@ -198,9 +183,9 @@ def _ordered(names: Mapping[str, Points]) -> Sequence[str]:
 
 
 def _most_deviating_rows(
-    value: Floats, extremes: CellExtremes, num: int, *, is_alike: bool
+    value: Floats, extremes: heatmap_cells.CellExtremes, num: int, *, is_alike: bool
 ) -> list[int]:
-    """Return the rows that deviate most, in their order.
+    """Choose the heat map's rows that deviate most, as many as the query wants.
 
     Rows of the same quantity are compared with each other, layers with themselves.
     """
@@ -208,7 +193,11 @@ def _most_deviating_rows(
         return list(range(len(value)))
 
     def middle_of(values: Floats) -> Floats:
-        return nanmedian(values.T)[np.newaxis, :] if is_alike else nanmedian(values)[:, None]
+        return (
+            heatmap_cells.nanmedian(values.T)[np.newaxis, :]
+            if is_alike
+            else heatmap_cells.nanmedian(values)[:, None]
+        )
 
     middle = middle_of(value)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -220,13 +209,10 @@ def _most_deviating_rows(
     return sorted(np.argsort(-score, kind="stable")[:num].tolist())
 
 
-# ------------------------------------------------------------------------------- GPUs and nodes
-
-
 def _load_host_curves(
     numbers: NumberStoreReader, curve: CurveRequest, attempts: Sequence[AttemptRow]
 ) -> dict[str, Points]:
-    """Return the curves of GPUs or nodes, with the steps that ran during each sample.
+    """Query the curves of GPUs or nodes for a heat map, with the steps during each sample.
 
     Samples before the end of the first step, or after that of the last, belong to no step.
     """
@@ -250,7 +236,7 @@ def _load_host_curves(
 def _load_step_times(
     numbers: NumberStoreReader, run_id: str, attempts: Sequence[AttemptRow], num_points: int
 ) -> Points:
-    """Return the steps of all attempts by end time, to place samples of a host."""
+    """Query the end times of steps, to place samples of a host in a heat map."""
     of_rank0 = RowSpan(run_id, "steps", ("rank:0",))
     for column in _TIMED:
         curve = CurveRequest(of_rank0, column, max(num_points, 1_000))
@@ -261,7 +247,7 @@ def _load_step_times(
 
 
 def _assign_steps(curve: Points, clock: Points) -> Points:
-    """Return the samples taken while steps ran, with their steps and attempts.
+    """Assign a host's samples to the steps during which they were taken, for a heat map.
 
     During a rollback no step ends: its samples belong to the last step before it.
     """
@@ -274,6 +260,3 @@ def _assign_steps(curve: Points, clock: Points) -> Points:
     part = (time - begun) / np.maximum(clock.time_unix_ns[after] - begun, 1)
     ended = np.floor(part * np.maximum(clock.step[after] - step, 0)).astype(np.int64)
     return Points(step + ended, clock.attempt[at], time, value)
-
-
-__all__ = ["cells"]

@@ -23,15 +23,12 @@ class CellExtremes(NamedTuple):
     """Whether only discarded rows have them."""
 
     def take(self, rows: Sequence[int]) -> "CellExtremes":
-        """Return the chosen rows."""
+        """Return the cells of the rows that a heat map shows."""
         which = np.array(rows, dtype=np.int64)
-        return CellExtremes(
-            *(self.low[which], self.high[which], self.middle[which]),
-            *(self.is_marked[which], self.is_left[which]),
-        )
+        return CellExtremes._make(part[which] for part in self)
 
     def with_discarded(self, discarded: "CellExtremes") -> "CellExtremes":
-        """Return the lineage's cells with the discarded values added.
+        """Add the values of discarded steps to the heat map's cells of the lineage.
 
         The middle stays that of the lineage if it has one: a middle of two attempts' values is on
         the curve of neither, and a cell could not show which attempt left it.
@@ -66,7 +63,7 @@ class HeatmapGrid:
         self._grow(num_rows)
 
     def add(self, row: Ints, step: Ints, value: Floats) -> None:
-        """Add values: the row of each, and its step."""
+        """Add values to the heat map's cells: the row of each, and its step."""
         if not len(value):
             return
         self._grow(int(row.max()) + 1)
@@ -81,7 +78,7 @@ class HeatmapGrid:
             self._update_cells(at, rest, rest, rest, np.ones(len(rest)))
 
     def extremes(self, num_rows: int) -> CellExtremes:
-        """Return the first rows' cells; NaN in cells without a finite value."""
+        """Return the cells of the heat map's first rows; NaN in those without a finite value."""
         shape = (num_rows, len(self.starts))
         self._grow(num_rows)
         end = num_rows * len(self.starts)
@@ -96,7 +93,7 @@ class HeatmapGrid:
         return CellExtremes(low, high, middle, is_marked, np.zeros_like(is_marked))
 
     def _add_repeated_rows(self, row: Ints, step: Ints, value: Floats) -> int:
-        """Add leading values that share one column and repeat one order of rows.
+        """Add to a heat map values that share one column and repeat one order of rows.
 
         Returns:
             Number of values added: ten times as fast as one by one.
@@ -120,6 +117,7 @@ class HeatmapGrid:
     def _update_cells(
         self, at: Ints, low: Floats, high: Floats, total: Floats, num: Floats
     ) -> None:
+        """Update the minimum, maximum and sum of the heat map's cells that got values."""
         np.minimum.at(self._low, at, low)
         np.maximum.at(self._high, at, high)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -133,6 +131,7 @@ class HeatmapGrid:
         return row * len(self.starts) + np.repeat(columns, np.diff(begins, append=len(step)))
 
     def _grow(self, num_rows: int) -> None:
+        """Add empty cells for further rows of the heat map."""
         missing = num_rows * len(self.starts) - len(self._low)
         if missing <= 0:
             return
@@ -172,7 +171,7 @@ def of_curves(curves: Sequence[Points], starts: Ints) -> CellExtremes:
 
 
 def most_deviating_values(extremes: CellExtremes) -> Floats:
-    """Return the extreme of each cell with the larger distance from the row's local median."""
+    """Return the value that each heat-map cell shows: the extreme furthest from its neighbors."""
     if not extremes.low.size:
         return extremes.low
     middle = nanmedian(_around(extremes.middle))
@@ -198,21 +197,9 @@ def _around(values: Floats) -> Floats:
 
 
 def nanmedian(values: Floats) -> Floats:
-    """Return the median along the last axis; NaN, without a warning, if there is no value."""
+    """Return the median of heat-map cells along the last axis; NaN if there is no value."""
     ordered = np.sort(values, axis=-1)  # NaN comes last
     num = np.count_nonzero(~np.isnan(ordered), axis=-1, keepdims=True)
     low, high = np.maximum(num - 1, 0) // 2, np.minimum(num // 2, values.shape[-1] - 1)
     pick = np.take_along_axis
     return (pick(ordered, low, axis=-1) / 2 + pick(ordered, high, axis=-1) / 2)[..., 0]
-
-
-__all__ = [
-    "CellExtremes",
-    "HeatmapGrid",
-    "HeatmapRows",
-    "even_starts",
-    "most_deviating_values",
-    "nanmedian",
-    "of_curves",
-    "starts_of",
-]

@@ -48,7 +48,7 @@ def load_layer_rows(
     branch: Branch,
     points: int,
 ) -> HeatmapRows:
-    """Return the layers in the model's order."""
+    """Load the rows of a queried heat map of layers, in the model's order."""
     source = _WindowReader(moment, curve, attempts, branch)
     filling = _HeatmapFiller(points)
     windows = _split_windows(moment.numbers, curve.span)
@@ -71,7 +71,7 @@ def load_layer_rows(
 
 
 def _split_windows(numbers: NumberStoreReader, span: RowSpan) -> list[RowSpan]:
-    """Return the span in windows of few rows each, by step."""
+    """Split the steps of a heat map of layers in windows with few rows each."""
     num = numbers.num_rows(span)
     if num <= MAX_ROWS:
         return [span]
@@ -86,7 +86,7 @@ def _split_windows(numbers: NumberStoreReader, span: RowSpan) -> list[RowSpan]:
 def _split_span(
     numbers: NumberStoreReader, span: RowSpan, low: int, high: int, least: int
 ) -> list[RowSpan]:
-    """Halve a span of layer rows until each part has few rows."""
+    """Halve the steps of a heat map of layers until each part has few rows."""
     if high - low <= least or numbers.num_rows(span) <= MAX_ROWS:
         return [span]
     middle = (low + high) // 2
@@ -130,11 +130,11 @@ class _LayerOrder:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Columns that identify a layer; usually all writers use the same numbers for them."""
+        """Return the columns that identify a layer of the heat map: usually not the writer's."""
         return ("layer", *(("rank", "incarnation") if self._common is None else ("rank",)))
 
     def rows(self, columns: Columns) -> tuple[Ints, bool]:
-        """Return the row of each value, and whether certainly no row has a step twice."""
+        """Return the heat map's row of each value, and whether certainly none has a step twice."""
         layer, rank = (
             columns[name].values.astype(np.int64, copy=False) for name in ("layer", "rank")
         )
@@ -154,10 +154,11 @@ class _LayerOrder:
         return row_of[code], is_apart and _is_rising(columns["step"].values, code)
 
     def order(self) -> list[int]:
-        """Return the rows by rank, then by the lowest number of the layer."""
+        """Return the heat map's rows by rank, then by the lowest number of the layer."""
         return sorted(range(len(self.names)), key=self._places.__getitem__)
 
     def _get_or_add_row(self, layer_names: Mapping[int, str], rank: int, number: int) -> int:
+        """Return the heat map's row of a layer; a new layer gets a new row."""
         name = layer_names.get(number, f"layer {number}")
         row = self._row_of.setdefault(name, len(self.names))
         if row == len(self.names):
@@ -168,7 +169,7 @@ class _LayerOrder:
 
 
 def _encode_pairs(writer: Ints, layer: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return a number for each pair, by writer then layer; the pairs, and an index of each."""
+    """Number the pairs of writer and layer in a heat map; return also the pairs and an index."""
     width, num = int(layer.max()) + 1, int(writer.max()) + 1
     if layer.min() < 0 or writer.min() < 0 or width * num > _MOST_CODES:
         pairs, first, code = np.unique(
@@ -202,7 +203,7 @@ class _WindowReader:
         self._columns = ratio if curve.column == RATIO else [curve.column]
 
     def load_window(self, window: RowSpan, *, is_timed: bool = False) -> _WindowRows:
-        """Return the window's values.
+        """Query the values of layers in a window of a heat map's steps.
 
         The times take as long to read as all other columns, and are read only if some rows may
         replace others.
@@ -262,7 +263,7 @@ class _HeatmapFiller:
         return self._grids is None and len(self._steps) > self._points
 
     def add(self, rows: _WindowRows) -> None:
-        """Add the values of further steps."""
+        """Add the values of further steps to the heat map."""
         if self._grids is not None:
             self._add_to_grids(rows, self._grids)
         elif len(rows.step):
@@ -271,17 +272,18 @@ class _HeatmapFiller:
             self._steps = np.concatenate([self._steps, rows.step[is_new]])
 
     def draw_columns(self, last: _WindowRows | None) -> None:
-        """Create equally wide columns up to the end of the last rows, if any are left."""
+        """Set equally wide columns of the heat map, up to the end of the last rows."""
         steps = last.step if last and len(last.step) else self._steps
         self._create_grids(even_starts(int(self._steps[0]), int(steps[-1]), self._points))
 
     def finish(self, num_rows: int) -> tuple[Ints, CellExtremes, tuple[int, int] | None]:
-        """Return the columns' first steps, the cells, and the discarded steps."""
+        """Return the filled heat map: the columns' first steps, the cells, and discarded steps."""
         lineage_grid, discarded_grid = self._grids or self._create_grids(self._steps)
         extremes = lineage_grid.extremes(num_rows).with_discarded(discarded_grid.extremes(num_rows))
         return lineage_grid.starts, extremes, self._rolled_back
 
     def _create_grids(self, starts: Ints) -> tuple[HeatmapGrid, HeatmapGrid]:
+        """Create the heat map's cells for these columns, and add the values that waited."""
         self._grids = grids = HeatmapGrid(starts), HeatmapGrid(starts)
         for rows in self._held:
             self._add_to_grids(rows, grids)
@@ -289,6 +291,7 @@ class _HeatmapFiller:
         return grids
 
     def _add_to_grids(self, rows: _WindowRows, grids: tuple[HeatmapGrid, HeatmapGrid]) -> None:
+        """Add values to the heat map's cells, those of discarded steps separately."""
         row, step, value, is_kept = rows
         if not is_kept.all():
             again = ~is_kept
@@ -302,7 +305,7 @@ class _HeatmapFiller:
 
 
 def _by_column(step: Ints, starts: Ints) -> Iterator[tuple[int, int]]:
-    """Yield the row range of each of the map's columns, or one range for all if there are few."""
+    """Yield the row range of each column of the heat map, or one for all if there are few."""
     bounds = np.unique(np.searchsorted(step, starts))
     if len(step) < _MIN_APART * len(bounds):
         yield 0, len(step)
@@ -318,7 +321,7 @@ def _is_rising(step: Ints, layer: Ints) -> bool:
 
 
 def metric_values(columns: Columns, names: Sequence[str]) -> tuple[Floats, Mask]:
-    """Return the values of a column or of a ratio of two, and which rows have one."""
+    """Return the values that a heat map of layers shows: of a column, or a ratio of two."""
     values = [columns[name].values.astype(np.float64, copy=False) for name in names]
     if len(names) == 1:
         return values[0], ~columns[names[0]].is_missing
@@ -328,12 +331,9 @@ def metric_values(columns: Columns, names: Sequence[str]) -> tuple[Floats, Mask]
 
 
 def layer_names(connection: Connection, run_id: str) -> dict[tuple[str, int], str]:
-    """Return the name of each incarnation's numbers."""
+    """Query the names of a run's layers, by incarnation and number."""
     table = names.c
     query = select(table.incarnation, table.id, table.name).where(
         table.run_id == run_id, table.stream == "layers"
     )
     return {(incarnation, number): name for incarnation, number, name in connection.execute(query)}
-
-
-__all__ = ["RATIO", "layer_names", "load_layer_rows", "metric_values"]

@@ -3,54 +3,24 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from sqlalchemy import Connection, Row, select
 
-from trainvitals.alerting import (
-    Alert,
-    alerts_for_decision,
-    alerts_for_finding,
-    is_answered,
-    point_is_over,
-)
-from trainvitals.detect.attribution import find_origin_onset
+from trainvitals import alerting, views
+from trainvitals.detect.fleet.attribution import find_origin_onset
 from trainvitals.io.capsules import is_capsule, read_capsule_verdict
 from trainvitals.records import BatchNoted, Finding, Note, RunEnded, Severity
-from trainvitals.views import (
-    AlertView,
-    DecisionView,
-    EventView,
-    FindingView,
-    IncidentLine,
-    IncidentView,
-    RunSummary,
-    RunVerdict,
-    StepData,
-    VerdictView,
-)
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.ingest.projections import loss_kind_of
 from vitals_collector.live.live_monitor import conditions_of, watched_onsets
 from vitals_collector.live.overview import info_of
 from vitals_collector.live.restarts import Restart, restarts_of
-from vitals_collector.queries import story
+from vitals_collector.queries import grouping, story
 from vitals_collector.queries.attribution import Precursor, precursor
 from vitals_collector.queries.cost import late_seconds, lost_work
 from vitals_collector.queries.evidence import IncidentEvidence, gather_evidence
-from vitals_collector.queries.grouping import (
-    DEATHS,
-    FOLLOWING_STEPS,
-    NEAR_STEPS,
-    SEVERITIES,
-    IncidentItem,
-    domain_of,
-    group_incidents,
-    incident_ids,
-    item_of_decision,
-    item_of_finding,
-)
 from vitals_collector.queries.ledger import (
     alerts_of,
     decisions_of,
@@ -89,6 +59,7 @@ _OF_NOTE = (
     "AttemptStarted", "ChangeExpected", "StateRead",
 )  # fmt: skip
 
+T = TypeVar("T")
 _finding = msgspec.msgpack.Decoder(Finding).decode
 _batch = msgspec.msgpack.Decoder(BatchNoted).decode
 _note = msgspec.msgpack.Decoder(Note).decode
@@ -98,8 +69,7 @@ _ended = msgspec.msgpack.Decoder(RunEnded).decode
 class IncidentEvent(NamedTuple):
     """A selected event."""
 
-    view: EventView
-    severity: str
+    view: views.EventView
     code: str
     """Code of the incident that the event starts; "" if it only belongs to others."""
 
@@ -108,122 +78,106 @@ class IncidentEvent(NamedTuple):
 class RunRecords:
     """All records of a run that may be part of an incident."""
 
-    findings: tuple[FindingView, ...]
+    findings: tuple[views.FindingView, ...]
     attempts: tuple[int, ...]
     """Attempt of each finding."""
-    decisions: tuple[DecisionView, ...]
-    alerts: tuple[AlertView, ...]
+    decisions: tuple[views.DecisionView, ...]
+    alerts: tuple[views.AlertView, ...]
     events: tuple[IncidentEvent, ...]
-    data: tuple[StepData, ...]
-    data_steps: tuple[int, ...]
+    data: tuple[tuple[int, views.StepData], ...]
+    """Samples of bad steps, with the step."""
     loss_kind: str = "minimize"
     decided: dict[int, set[str]] = field(default_factory=dict)
     """Actions decided, by the step they are about."""
     restarts: tuple[Restart, ...] = ()
     """Restarts that lost steps."""
 
-    def alerts_for(self, view: FindingView) -> tuple[Alert, ...]:
-        """Return the alerts that a finding itself raises: none if a decision covers it."""
+    def alerts_for(self, view: views.FindingView) -> tuple[alerting.Alert, ...]:
+        """Return an incident's alerts that a finding raises: none if a decision covers it."""
         finding = view.finding
-        if is_answered(finding, self.decided.get(finding.step, ())):
+        if alerting.is_answered(finding, self.decided.get(finding.step, ())):
             return ()
-        return alerts_for_finding(finding, run_id=view.run_id, loss_kind=self.loss_kind)
+        return alerting.alerts_for_finding(finding, run_id=view.run_id, loss_kind=self.loss_kind)
 
 
-def incidents(
-    moment: ReadSnapshot,
-    run: RunSummary,
-    *,
-    price: float = 0.0,
-    reach: frozenset[str] | None = None,
-    run_dir: Path | None = None,
-) -> tuple[IncidentView, ...]:
-    """Return the incidents of a run, the latest first.
-
-    Args:
-        moment: snapshot of the store.
-        run: the run.
-        price: price of a GPU-hour; 0 if not set.
-        reach: runs that may be named as having had the same cause; None: all.
-        run_dir: the run's directory, if a directory is read.
-    """
-    of_run = _read_incidents(moment, run, price, reach, run_dir)
-    gravest = sorted(of_run.bundles, key=lambda each: -SEVERITIES.index(of_run.severity(each)))
+def incidents(of_run: "RunIncidents") -> tuple[views.IncidentView, ...]:
+    """Query the incidents of a run, the latest first, with their evidence and text."""
+    gravest = sorted(
+        of_run.bundles, key=lambda each: -grouping.SEVERITIES.index(of_run.severity(each))
+    )
     detailed = {id(bundle) for bundle in gravest[:MAX_EVIDENCE]}
     return tuple(
         _incident_view(of_run, each, is_whole=id(each) in detailed) for each in of_run.bundles
     )
 
 
-def run_verdict(
-    moment: ReadSnapshot,
-    run: RunSummary,
-    *,
-    price: float = 0.0,
-    reach: frozenset[str] | None = None,
-    run_dir: Path | None = None,
-) -> RunVerdict:
-    """Return the verdict on the most severe open incident, otherwise on one with actions."""
-    of_run = _read_incidents(moment, run, price, reach, run_dir)
+def run_verdict(of_run: "RunIncidents") -> views.RunVerdict:
+    """Query the verdict on a run's worst open incident, otherwise on one with actions."""
+    run = of_run.run
     lines = tuple(
-        IncidentLine(
+        views.IncidentLine(
             incident_id=bundle.name,
-            title=story.incident_title(of_run.story_facts(bundle, IncidentEvidence())),
+            title=story.incident_title(bundle),
             severity=of_run.severity(bundle),
             is_open=of_run.is_open(bundle),
             onset_step=bundle.onset,
             last_step=bundle.last,
             started_unix_ns=bundle.started_unix_ns,
-            alerts=tuple(of_run.records.alerts[i].fingerprint for i in bundle.alerts),
+            alerts=tuple(alert.fingerprint for alert in bundle.alerts),
         )
         for bundle in of_run.bundles
     )
     if not lines:
-        return RunVerdict(run_id=run.run_id, verdict=of_healthy(run), incidents=())
+        return views.RunVerdict(run_id=run.run_id, verdict=of_healthy(run), incidents=())
     bundle = max(of_run.bundles, key=of_run.gravity)
-    first = precursor(moment, run.run_id, bundle.attempt, bundle.onset, bundle.cause)
+    first = precursor(of_run.moment, run.run_id, bundle.attempt, bundle.onset, bundle.cause)
     judgement = of_run.verdict(bundle, first, is_whole=True)
-    return RunVerdict(run_id=run.run_id, verdict=judgement, incidents=lines)
+    return views.RunVerdict(run_id=run.run_id, verdict=judgement, incidents=lines)
 
 
-def _read_incidents(
+def read_incidents(
     moment: ReadSnapshot,
-    run: RunSummary,
+    run: views.RunSummary,
     price: float,
     reach: frozenset[str] | None,
     run_dir: Path | None,
-) -> "_Incidents":
-    """Return the run's incidents, the latest first."""
+) -> "RunIncidents":
+    """Return the run's incidents, the latest first.
+
+    Only runs in ``reach`` are named as having had the same cause; None: all. ``run_dir`` is the
+    run's directory, if a directory is read.
+    """
     records = read_records(moment.sql, run.run_id)
     items, raised = items_of(records)
     holding = {_condition_key(finding) for finding in conditions_of(moment.sql, run.run_id)}
     groups = [
         _to_last_step(_over_condition(members, records, run, holding), run)
-        for members in _extend_by_changes(moment.sql, run.run_id, group_incidents(items))
+        for members in _extend_by_changes(moment.sql, run.run_id, grouping.group_incidents(items))
     ]
     attempts = attempt_rows(moment.sql, run.run_id)
     ordinals = {row.id: ordinal for ordinal, row in enumerate(attempts, start=1)}
-    names = incident_ids(groups, ordinals)
-    bundles = [
-        _build_bundle(name, members, records, ordinals)
-        for name, members in zip(names, groups, strict=True)
-    ]
-    _attach_alerts(bundles, records, raised)
+    names = grouping.incident_ids(groups, ordinals)
+    bundles: list[story.IncidentParts] = []
+    bundle_of: dict[_ItemKey, story.IncidentParts] = {}
+    for name, members in zip(names, groups, strict=True):
+        bundles.append(_build_bundle(name, members, records, ordinals))
+        bundle_of |= dict.fromkeys(map(_item_key, members), bundles[-1])
+    _attach_alerts(bundle_of, records, raised)
     bundles.sort(key=lambda bundle: (bundle.started_unix_ns, bundle.name), reverse=True)
-    return _Incidents(
+    return RunIncidents(
         moment, run, records, bundles[:MAX_INCIDENTS], price, reach, run_dir, frozenset(holding)
     )
 
 
 def _condition_key(finding: Finding) -> tuple[str, str, int, int]:
-    """Return the key of a finding whose condition may still hold."""
+    """Return the key by which an incident finds that a finding's condition still holds."""
     return finding.kind, finding.cause, finding.step, finding.rank
 
 
 def _extend_by_changes(
-    connection: Connection, run_id: str, groups: Sequence[list[IncidentItem]]
-) -> list[list[IncidentItem]]:
-    """Extend each incident to the time during which its cause was out of range."""
+    connection: Connection, run_id: str, groups: Sequence[list[grouping.IncidentItem]]
+) -> list[list[grouping.IncidentItem]]:
+    """Extend each queried incident to the time in which its cause was out of range."""
     live = watched_onsets(connection, run_id)
     if live is None:
         return [*groups]
@@ -236,7 +190,7 @@ def _extend_by_changes(
                 live.onsets, attempt=first.attempt, step=first.onset, is_of_speed=False
             )
         if mover is not None:
-            is_start = mover.is_cause and mover.step >= first.onset - FOLLOWING_STEPS
+            is_start = mover.is_cause and mover.step >= first.onset - grouping.FOLLOWING_STEPS
             first = first._replace(
                 onset=mover.step if is_start else first.onset,
                 last=max(first.last, mover.last_step),
@@ -245,25 +199,27 @@ def _extend_by_changes(
     return moved
 
 
-def _to_last_step(members: list[IncidentItem], run: RunSummary) -> list[IncidentItem]:
-    """Move a run's death to its last step: the rank that reports it knows only earlier steps."""
+def _to_last_step(
+    members: list[grouping.IncidentItem], run: views.RunSummary
+) -> list[grouping.IncidentItem]:
+    """Move an incident's death to the run's last step: its reporter knows only earlier ones."""
     first, late = members[0], run.last_step
     if (
         run.state in ("failed", "lost")
-        and first.cause in DEATHS
-        and first.onset < late <= first.onset + NEAR_STEPS
+        and first.cause in grouping.DEATHS
+        and first.onset < late <= first.onset + grouping.NEAR_STEPS
     ):
         return [first._replace(onset=late, last=late), *members[1:]]
     return members
 
 
 def _over_condition(
-    members: list[IncidentItem],
+    members: list[grouping.IncidentItem],
     records: RunRecords,
-    run: RunSummary,
+    run: views.RunSummary,
     holding: Collection[tuple[str, str, int, int]],
-) -> list[IncidentItem]:
-    """Extend an incident to the latest step while the condition of one of its findings holds."""
+) -> list[grouping.IncidentItem]:
+    """Extend an incident to the latest step while the condition of a finding holds."""
     return [
         item._replace(last=max(item.last, run.last_step))
         if item.kind == "finding"
@@ -273,30 +229,8 @@ def _over_condition(
     ]
 
 
-@dataclass(slots=True)
-class IncidentParts:
-    """Parts of one incident, as indexes into the records."""
-
-    name: str
-    attempt: int
-    ordinal: int
-    """Ordinal of the attempt in the run: its id has no meaning for users."""
-    onset: int
-    last: int
-    started_unix_ns: int
-    ended_unix_ns: int
-    cause: str
-    rank: int
-    findings: list[int]
-    decisions: list[int]
-    alerts: list[int]
-    events: list[int]
-    data: list[int]
-    restarts: list[int] = field(default_factory=list)
-
-
-def _next_onset(bundle: IncidentParts, bundles: Sequence[IncidentParts]) -> int:
-    """Return the onset of the next incident after this one; -1 if there is none.
+def _next_onset(bundle: story.IncidentParts, bundles: Sequence[story.IncidentParts]) -> int:
+    """Return the onset of the run's next incident; -1 if there is none.
 
     An incident on an earlier attempt is never the next one, whatever its step.
     """
@@ -308,68 +242,69 @@ def _next_onset(bundle: IncidentParts, bundles: Sequence[IncidentParts]) -> int:
     return min(later, default=-1)
 
 
-def items_of(records: RunRecords) -> tuple[list[IncidentItem], dict[str, list[tuple[int, int]]]]:
-    """Return the items of incidents, and the alerts that each raised, with their steps.
+_ItemKey = tuple[str, int]
+"""Kind of an item, and its index among those of its kind."""
+_Raised = dict[str, list[tuple[int, _ItemKey]]]
+"""By fingerprint, the step of an alert each time that an item raised it, and the item."""
+
+
+def _item_key(item: grouping.IncidentItem) -> _ItemKey:
+    """Return the key of an item, which stays when its steps are extended."""
+    return item.kind, item.which
+
+
+def items_of(records: RunRecords) -> tuple[list[grouping.IncidentItem], _Raised]:
+    """Convert a run's records to items of incidents; return also the alerts that each raised.
 
     Alerts without such an item, such as that of a lost run, are items themselves.
     """
-    items: list[IncidentItem] = []
-    raised: dict[str, list[tuple[int, int]]] = {}
-    for i, finding_view in enumerate(records.findings):
-        item = item_of_finding(
-            i, finding_view.finding, records.attempts[i], finding_view.time_unix_ns
-        )
-        _record_raised_alerts(raised, records.alerts_for(finding_view), len(items))
+    items: list[grouping.IncidentItem] = []
+    raised: _Raised = {}
+
+    def add_item(item: grouping.IncidentItem, alerts: Iterable[alerting.Alert]) -> None:
         items.append(item)
+        for alert in alerts:
+            raised.setdefault(alert.fingerprint, []).append((alert.step, _item_key(item)))
+
+    for i, (attempt, found) in enumerate(zip(records.attempts, records.findings, strict=True)):
+        item = grouping.item_of_finding(i, found.finding, attempt, found.time_unix_ns)
+        add_item(item, records.alerts_for(found))
     for i, view in enumerate(records.decisions):
-        if view.decision.action == "continue":
-            continue
-        alerts = alerts_for_decision(view.decision, run_id=view.run_id)
-        _record_raised_alerts(raised, alerts, len(items))
-        items.append(item_of_decision(i, view.decision, view.time_unix_ns))
+        if view.decision.action != "continue":
+            item = grouping.item_of_decision(i, view.decision, view.time_unix_ns)
+            add_item(item, alerting.alerts_for_decision(view.decision, run_id=view.run_id))
     coded = [event for event in records.events if event.code]
     attempts = [item.attempt for item in items] + [event.view.attempt for event in coded]
     last = max((attempt for attempt in attempts if attempt), default=0)
     # Alerts and agents do not know the step of a death: use the step that the ranks reported.
     end = max((event.view.step for event in coded), default=0)
+
+    def point(
+        kind: grouping.ItemKind, i: int, attempt: int, step: int, when: int, cause: str, domain: str
+    ) -> grouping.IncidentItem:
+        step = step if step >= 0 else max(end, 0)
+        return grouping.IncidentItem(kind, i, attempt, step, step, step, when, cause, domain)
+
     for i, alert in enumerate(records.alerts):
         if alert.fingerprint not in raised:
-            step, when = alert.step if alert.step >= 0 else max(end, 0), alert.started_unix_ns
-            items.append(IncidentItem("alert", i, last, step, step, step, when, alert.name, "run"))
-    for i, restart in enumerate(records.restarts):
-        step = restart.last_step
-        items.append(
-            IncidentItem(
-                "restart", i, restart.before, step, step, step, restart.stopped_unix_ns, "restart",
-                "run",
-            )
-        )  # fmt: skip
-    for i, event in enumerate(records.events):
-        if event.code:
-            view_ = event.view
-            step = view_.step if view_.step >= 0 else max(end, 0)
-            attempt = view_.attempt or last
-            domain = domain_of(event.code, event.code)
             items.append(
-                IncidentItem(
-                    "event", i, attempt, step, step, step, view_.time_unix_ns, event.code, domain
-                )
+                point("alert", i, last, alert.step, alert.started_unix_ns, alert.name, "run")
             )
+    for i, stop in enumerate(records.restarts):
+        ended = stop.stopped_unix_ns
+        items.append(point("restart", i, stop.before, stop.last_step, ended, "restart", "run"))
+    for i, (event, code) in enumerate(records.events):
+        if code:
+            domain, attempt = grouping.domain_of(code, code), event.attempt or last
+            items.append(point("event", i, attempt, event.step, event.time_unix_ns, code, domain))
     return items, raised
-
-
-def _record_raised_alerts(
-    raised: dict[str, list[tuple[int, int]]], alerts: Iterable[Any], index: int
-) -> None:
-    for alert in alerts:
-        raised.setdefault(alert.fingerprint, []).append((alert.step, index))
 
 
 # ------------------------------------------------------------------------------------- reading
 
 
 def read_records(connection: Connection, run_id: str) -> RunRecords:
-    """Return the latest findings, decisions and selected events of a run, and its alerts."""
+    """Query the latest findings, decisions, events and alerts of a run, for its incidents."""
     table = findings.c
     query = select(table.time_unix_ns, table.attempt, table.body).where(table.run_id == run_id)
     order = (table.time_unix_ns.desc(), table.step.desc(), table.seq.desc(), table.incarnation)
@@ -383,7 +318,9 @@ def read_records(connection: Connection, run_id: str) -> RunRecords:
             decided.setdefault(view.decision.step, set()).add(view.decision.action)
     return RunRecords(
         findings=tuple(
-            FindingView(run_id=run_id, time_unix_ns=row.time_unix_ns, finding=_finding(row.body))
+            views.FindingView(
+                run_id=run_id, time_unix_ns=row.time_unix_ns, finding=_finding(row.body)
+            )
             for row in finding_rows
         ),
         attempts=tuple(row.attempt for row in finding_rows),
@@ -391,9 +328,12 @@ def read_records(connection: Connection, run_id: str) -> RunRecords:
         alerts=alerts_of(connection, run_id),
         events=tuple(noted_events),
         data=tuple(
-            StepData(source=row.source, attempt=row.attempt, batch=_batch(row.body)) for row in data
+            (
+                row.step,
+                views.StepData(source=row.source, attempt=row.attempt, batch=_batch(row.body)),
+            )
+            for row in data
         ),
-        data_steps=tuple(row.step for row in data),
         loss_kind=loss_kind_of(connection, run_id),
         decided=decided,
         restarts=tuple(each for each in restarts_of(connection, [run_id])[run_id] if each.lost),
@@ -403,6 +343,7 @@ def read_records(connection: Connection, run_id: str) -> RunRecords:
 def _read_events(
     connection: Connection, run_id: str
 ) -> tuple[list[IncidentEvent], Sequence[Row[Any]]]:
+    """Query the events of a run that may belong to incidents, and those about batches."""
     table = events.c
 
     def newest(*kinds: str) -> Sequence[Row[Any]]:
@@ -422,27 +363,30 @@ def _noted_event(row: Row[Any]) -> IncidentEvent | None:
         note = _note(row.body)
         if note.severity == "info" and note.code != "wait_over":
             return None
-        return IncidentEvent(view, note.severity, note.code if note.severity == "error" else "")
+        return IncidentEvent(view, note.code if note.severity == "error" else "")
     if row.kind == "RunEnded":
         ended = _ended(row.body)
-        return IncidentEvent(view, "info", "RunFailed" if ended.state == "failed" else "")
+        return IncidentEvent(view, "RunFailed" if ended.state == "failed" else "")
     if row.kind == "CheckpointChanged" and " is bad " not in row.summary:
         return None
-    return IncidentEvent(view, "info", "")
+    return IncidentEvent(view, "")
 
 
 # ------------------------------------------------------------------------------------ bundling
 
 
 def _build_bundle(
-    name: str, members: Sequence[IncidentItem], records: RunRecords, ordinals: Mapping[int, int]
-) -> IncidentParts:
-    def of(kind: str) -> list[int]:
-        return [item.which for item in members if item.kind == kind]
+    name: str,
+    members: Sequence[grouping.IncidentItem],
+    records: RunRecords,
+    ordinals: Mapping[int, int],
+) -> story.IncidentParts:
+    def of(kind: str, of_kind: Sequence[T]) -> list[T]:
+        return [of_kind[item.which] for item in members if item.kind == kind]
 
     times = [item.time_unix_ns for item in members]
     ranks = {item.rank for item in members if item.rank >= 0}
-    bundle = IncidentParts(
+    bundle = story.IncidentParts(
         name=name,
         attempt=members[0].attempt,
         ordinal=ordinals.get(members[0].attempt, members[0].attempt),
@@ -452,30 +396,35 @@ def _build_bundle(
         ended_unix_ns=max(times),
         cause=members[0].cause,
         rank=ranks.pop() if len(ranks) == 1 and members[0].rank >= 0 else -1,
-        findings=of("finding"),
-        decisions=of("decision"),
-        alerts=of("alert"),
-        events=of("event"),
-        data=[],
-        restarts=of("restart"),
+        findings=of("finding", records.findings),
+        decisions=of("decision", records.decisions),
+        alerts=of("alert", records.alerts),
+        errors=[event.view for event in of("event", records.events)],
+        restarts=of("restart", records.restarts),
     )
-    _attach_events(bundle, members, records)
+    members_of = {item.which for item in members if item.kind == "event"}
+    near = _near_events(bundle, members, records)
+    bundle.events = [records.events[i].view for i in sorted(members_of | near)]
+    others = [records.events[i].view for i in sorted(near)]
+    bundle.ends = [e for e in others if e.kind == "RunEnded" or is_about_wait(e)]
+    steps = {(item.attempt, step) for item in members for step in (item.onset, item.last)}
+    bundle.data = [(step, data) for step, data in records.data if (data.attempt, step) in steps]
     return bundle
 
 
-def _attach_events(
-    bundle: IncidentParts, members: Sequence[IncidentItem], records: RunRecords
-) -> None:
-    """Add the events near an incident, and the data of its steps."""
+def _near_events(
+    bundle: story.IncidentParts, members: Sequence[grouping.IncidentItem], records: RunRecords
+) -> set[int]:
+    """Return the indices of the events near an incident that start none themselves."""
     spans: dict[int, tuple[int, int]] = {}
     for item in members:
         low, high = spans.get(item.attempt, (item.onset, item.last))
         spans[item.attempt] = (min(low, item.onset), max(high, item.last))
         if item.new_attempt:
             spans.setdefault(item.new_attempt, (item.first, item.first))
-    for i, event in enumerate(records.events):
-        view = event.view
-        if event.code or i in bundle.events:
+    near: set[int] = set()
+    for i, (view, code) in enumerate(records.events):
+        if code:
             continue
         if view.step < 0 or not view.attempt:
             early, late = bundle.started_unix_ns - _NEAR_NS, bundle.ended_unix_ns + _NEAR_NS
@@ -484,81 +433,35 @@ def _attach_events(
             low, high = spans.get(view.attempt, (1, 0))
             # A reading is about one problem, not about others near it.
             is_reading = view.kind == "StateRead"
-            before, after = (0, FOLLOWING_STEPS) if is_reading else (NEAR_STEPS, NEAR_STEPS)
+            before = 0 if is_reading else grouping.NEAR_STEPS
+            after = grouping.FOLLOWING_STEPS if is_reading else grouping.NEAR_STEPS
             is_near = low - before <= view.step <= high + after and low <= high
         if is_near:
-            bundle.events.append(i)
-    steps = {(item.attempt, item.last) for item in members} | {
-        (i.attempt, i.onset) for i in members
-    }
-    for i, (data, step) in enumerate(zip(records.data, records.data_steps, strict=True)):
-        if (data.attempt, step) in steps:
-            bundle.data.append(i)
+            near.add(i)
+    return near
 
 
 def _attach_alerts(
-    bundles: Sequence[IncidentParts], records: RunRecords, raised: dict[str, list[tuple[int, int]]]
+    bundle_of: Mapping[_ItemKey, story.IncidentParts], records: RunRecords, raised: _Raised
 ) -> None:
-    """Assign each alert to the incident whose item raised it last: alerts are raised repeatedly."""
-    num = len(records.findings)
-    order = [i for i, view in enumerate(records.decisions) if view.decision.action != "continue"]
-    of_finding = {i: bundle for bundle in bundles for i in bundle.findings}
-    of_decision = {i: bundle for bundle in bundles for i in bundle.decisions}
-    for i, alert in enumerate(records.alerts):
-        by = raised.get(alert.fingerprint)
-        if not by:
-            continue
-        _, index = min(by, key=lambda origin: (abs(origin[0] - alert.step), -origin[1]))
-        bundle = of_finding[index] if index < num else of_decision[order[index - num]]
-        bundle.alerts.append(i)
+    """Assign each alert to the incident whose item raised it last."""
+    for alert in records.alerts:
+        if origins := raised.get(alert.fingerprint):
+            _, key = min(reversed(origins), key=lambda origin: abs(origin[0] - alert.step))
+            bundle_of[key].alerts.append(alert)
 
 
 # ------------------------------------------------------------------------------- presentation
 
 
-def incident_severity(bundle: IncidentParts, records: RunRecords) -> Severity:
-    """Return the highest severity of its parts."""
-    severities: list[Severity] = [records.alerts[i].severity for i in bundle.alerts]
-    for i in bundle.findings:
-        severities += [a.severity for a in records.alerts_for(records.findings[i])]
-    for i in bundle.decisions:
-        decision = records.decisions[i].decision
-        severities += [a.severity for a in alerts_for_decision(decision, run_id="")]
-    severities += ["notify" for i in bundle.events if records.events[i].code]
-    severities += ["notify" for _ in bundle.restarts]
-    return max(severities, key=SEVERITIES.index, default="log")
-
-
-def _is_open(bundle: IncidentParts, records: RunRecords, run: RunSummary) -> bool:
-    """Return whether an incident is still open."""
-    if run.state == "finished":
-        # The user keeps the last state, and no healthy step shows that the problem is over.
-        steps = (records.decisions[i].decision.step for i in bundle.decisions)
-        return max(steps, default=-1) >= run.last_step >= 0
-    conditions = (records.alerts[i] for i in bundle.alerts)
-    if any(alert.state == "firing" for alert in conditions):
-        return True
-    decisions = [records.decisions[i].decision for i in bundle.decisions]
-    if run.state in ("halted", "failed") and any(d.action == "halt" and d.acted for d in decisions):
-        return True
-    if not bundle.findings and not bundle.decisions:
-        return run.state in ("lost", "failed") and not bundle.alerts
-    return not point_is_over(
-        raised_step=bundle.onset,
-        last_step=run.last_step,
-        last_unhealthy_step=bundle.last,
-        healthy_steps=HEALTHY_STEPS,
-    )
-
-
 @dataclass(frozen=True, slots=True)
-class _Incidents:
+class RunIncidents:
     """Incidents of a run, and the data of their texts."""
 
     moment: ReadSnapshot
-    run: RunSummary
+    run: views.RunSummary
     records: RunRecords
-    bundles: list[IncidentParts]
+    bundles: list[story.IncidentParts]
     price: float
     reach: frozenset[str] | None
     run_dir: Path | None
@@ -566,59 +469,61 @@ class _Incidents:
     """Findings whose condition still holds."""
     by_cause: dict[str, tuple[Sequence[str], int]] = field(default_factory=dict)
 
-    def severity(self, bundle: IncidentParts) -> Severity:
+    def severity(self, bundle: story.IncidentParts) -> Severity:
         """Return the highest severity of its parts."""
-        return incident_severity(bundle, self.records)
+        severities: list[Severity] = [alert.severity for alert in bundle.alerts]
+        for view in bundle.findings:
+            severities += [alert.severity for alert in self.records.alerts_for(view)]
+        for decided in bundle.decisions:
+            raised = alerting.alerts_for_decision(decided.decision, run_id="")
+            severities += [alert.severity for alert in raised]
+        severities += ["notify"] * (len(bundle.errors) + len(bundle.restarts))
+        return max(severities, key=grouping.SEVERITIES.index, default="log")
 
-    def is_open(self, bundle: IncidentParts) -> bool:
+    def is_open(self, bundle: story.IncidentParts) -> bool:
         """Return whether the incident is still open."""
-        if self.run.state == "running" and self.is_lasting(bundle):
+        run, decided = self.run, [view.decision for view in bundle.decisions]
+        if run.state == "running" and self.is_lasting(bundle):
             return True
-        return _is_open(bundle, self.records, self.run)
+        if run.state == "finished":
+            # The user keeps the last state, and no healthy step shows that the problem is over.
+            steps = (decision.step for decision in decided)
+            return max(steps, default=-1) >= run.last_step >= 0
+        if any(alert.state == "firing" for alert in bundle.alerts):
+            return True
+        is_stopped = run.state in ("halted", "failed")
+        if is_stopped and any(d.action == "halt" and d.acted for d in decided):
+            return True
+        if not bundle.findings and not decided:
+            return run.state in ("lost", "failed") and not bundle.alerts
+        return not alerting.point_is_over(
+            raised_step=bundle.onset,
+            last_step=run.last_step,
+            last_unhealthy_step=bundle.last,
+            healthy_steps=HEALTHY_STEPS,
+        )
 
-    def is_lasting(self, bundle: IncidentParts) -> bool:
+    def is_lasting(self, bundle: story.IncidentParts) -> bool:
         """Return whether the condition of one of its findings held at the last step."""
-        found = (self.records.findings[i].finding for i in bundle.findings)
-        return any(_condition_key(finding) in self.holding for finding in found)
+        return any(_condition_key(view.finding) in self.holding for view in bundle.findings)
 
-    def gravity(self, bundle: IncidentParts) -> tuple[bool, int, bool, int, int]:
+    def gravity(self, bundle: story.IncidentParts) -> tuple[bool, int, bool, int, int]:
         """Return the sort key: open incidents first, by severity; then those with actions."""
-        is_open, severity = self.is_open(bundle), SEVERITIES.index(self.severity(bundle))
+        is_open, severity = self.is_open(bundle), grouping.SEVERITIES.index(self.severity(bundle))
         has_acted = len(bundle.decisions) > 0
         return is_open, severity * is_open, has_acted, severity, bundle.started_unix_ns
 
-    def story_facts(self, bundle: IncidentParts, evidence: IncidentEvidence) -> story.StoryFacts:
-        """Return the input of its story."""
-        records = self.records
-        return story.StoryFacts(
-            attempt=bundle.attempt,
-            ordinal=bundle.ordinal,
-            onset=bundle.onset,
-            started_unix_ns=bundle.started_unix_ns,
-            cause=bundle.cause,
-            rank=bundle.rank,
-            findings=tuple(records.findings[i] for i in bundle.findings),
-            decisions=tuple(records.decisions[i] for i in bundle.decisions),
-            alerts=tuple(records.alerts[i] for i in bundle.alerts),
-            events=tuple(records.events[i].view for i in sorted(bundle.events)),
-            data=tuple(records.data[i] for i in bundle.data),
-            evidence=evidence,
-        )
-
     def verdict(
-        self, bundle: IncidentParts, first: Precursor | None, *, is_whole: bool
-    ) -> VerdictView:
+        self, bundle: story.IncidentParts, first: Precursor | None, *, is_whole: bool
+    ) -> views.VerdictView:
         """Return the verdict on it; without ``is_whole``, the cost is counted, not measured."""
-        records, run_id = self.records, self.run.run_id
-        decided = tuple(records.decisions[i] for i in bundle.decisions)
-        found = tuple(records.findings[i] for i in bundle.findings)
-        restarts = tuple(records.restarts[i] for i in bundle.restarts)
+        run_id, found = self.run.run_id, bundle.findings
         lost = lost_work(
             self.moment,
             run_id,
-            decided,
+            bundle.decisions,
             self.price,
-            restarts=restarts,
+            restarts=bundle.restarts,
             waits=[v for v in found if v.finding.kind in ("waiting", "hang")],
             is_timed=is_whole,
         )
@@ -628,28 +533,13 @@ class _Incidents:
         step, played = self._capsule(bundle)
         facts = VerdictFacts(
             run=self.run,
+            incident=bundle,
             run_dir=info_of(run_row(self.moment.sql, run_id)).run_dir,
-            incident_id=bundle.name,
-            onset=bundle.onset,
-            last=bundle.last,
             next_onset=_next_onset(bundle, self.bundles),
-            started_unix_ns=bundle.started_unix_ns,
             is_open=self.is_open(bundle),
             is_lasting=self.is_lasting(bundle),
-            cause=bundle.cause,
-            findings=found,
-            decisions=decided,
-            alerts=tuple(records.alerts[i] for i in bundle.alerts),
-            events=tuple(
-                records.events[i].view
-                for i in bundle.events
-                if records.events[i].code
-                or records.events[i].view.kind == "RunEnded"
-                or is_about_wait(records.events[i].view)
-            ),
             lost=lost,
             late_seconds=late,
-            restarts=restarts,
             precursor=_precursor_of(first, bundle),
             precedent=self._precedent(bundle),
             capsule_step=step,
@@ -657,13 +547,10 @@ class _Incidents:
         )
         return verdict(facts)
 
-    def _capsule(self, bundle: IncidentParts) -> tuple[int, str]:
+    def _capsule(self, bundle: story.IncidentParts) -> tuple[int, str]:
         """Return its first step with a repro capsule (-1: none), and the result of the repro."""
-        records = self.records
         capsules = sorted(
-            (records.data_steps[i], records.data[i].batch.file)
-            for i in bundle.data
-            if is_capsule(records.data[i].batch.file)
+            (step, data.batch.file) for step, data in bundle.data if is_capsule(data.batch.file)
         )
         if self.run_dir is not None:
             for step, file in capsules:
@@ -671,7 +558,7 @@ class _Incidents:
                     return step, played
         return (capsules[0][0], "") if capsules else (-1, "")
 
-    def _precedent(self, bundle: IncidentParts) -> Precedent:
+    def _precedent(self, bundle: story.IncidentParts) -> Precedent:
         earlier = [
             other.onset
             for other in self.bundles
@@ -685,8 +572,8 @@ class _Incidents:
         return Precedent(steps=earlier, runs=labels, num_asked=num_asked)
 
 
-def _precursor_of(first: Precursor | None, bundle: IncidentParts) -> str | None:
-    """Return the first change; also None if it is the loss that the cause itself names."""
+def _precursor_of(first: Precursor | None, bundle: story.IncidentParts) -> str | None:
+    """Return the first change for the verdict; None if it is the loss that the cause names."""
     if first is None:
         return None
     onset = first.onset
@@ -704,7 +591,7 @@ def _precursor_of(first: Precursor | None, bundle: IncidentParts) -> str | None:
 def _runs_that_had(
     connection: Connection, run_id: str, cause: str, reach: frozenset[str] | None
 ) -> tuple[Sequence[str], int]:
-    """Return the names of other runs with the same cause, and the number of runs searched.
+    """Query which other runs had the same cause, for the verdict, and how many were searched.
 
     Only the latest runs are searched: each costs one index lookup.
     """
@@ -723,8 +610,10 @@ def _runs_that_had(
     return [row.name or row.run_id for row in others if row.run_id in had], len(others)
 
 
-def _incident_view(of_run: _Incidents, bundle: IncidentParts, *, is_whole: bool) -> IncidentView:
-    """Return an incident for clients; ``is_whole`` adds evidence and measured cost."""
+def _incident_view(
+    of_run: RunIncidents, bundle: story.IncidentParts, *, is_whole: bool
+) -> views.IncidentView:
+    """Build the response about one incident; ``is_whole`` adds evidence and measured cost."""
     moment, run = of_run.moment, of_run.run
     evidence = IncidentEvidence()
     if is_whole:
@@ -735,13 +624,12 @@ def _incident_view(of_run: _Incidents, bundle: IncidentParts, *, is_whole: bool)
             view = with_kept_samples(evidence.view, of_run.run_dir)
             data = tuple(each for each in view.data if each.attempt == bundle.attempt)
             evidence = replace(evidence, view=msgspec.structs.replace(view, data=data))
-    facts = of_run.story_facts(bundle, evidence)
     judgement = of_run.verdict(bundle, evidence.precursor, is_whole=is_whole)
     is_open = of_run.is_open(bundle)
-    return IncidentView(
+    return views.IncidentView(
         incident_id=bundle.name,
         run_id=run.run_id,
-        title=story.incident_title(facts),
+        title=story.incident_title(bundle),
         severity=of_run.severity(bundle),
         is_open=is_open,
         onset_step=bundle.onset,
@@ -749,15 +637,12 @@ def _incident_view(of_run: _Incidents, bundle: IncidentParts, *, is_whole: bool)
         started_unix_ns=bundle.started_unix_ns,
         ended_unix_ns=0 if is_open else bundle.ended_unix_ns,
         verdict=judgement,
-        story=story.explain_incident(facts),
+        story=story.explain_incident(bundle, evidence),
         cost_steps=judgement.lost.steps,
         cost_seconds=judgement.lost.seconds or 0.0,
-        decisions=tuple(facts.decisions[:MAX_LISTED]),
-        findings=tuple(facts.findings[:MAX_LISTED]),
-        alerts=tuple(facts.alerts[:MAX_LISTED]),
-        events=tuple(facts.events[:MAX_LISTED]),
-        data=tuple(facts.data[:MAX_LISTED]),
+        decisions=tuple(bundle.decisions[:MAX_LISTED]),
+        findings=tuple(bundle.findings[:MAX_LISTED]),
+        alerts=tuple(bundle.alerts[:MAX_LISTED]),
+        events=tuple(bundle.events[:MAX_LISTED]),
+        data=tuple(data for _, data in bundle.data[:MAX_LISTED]),
     )
-
-
-__all__ = ["IncidentParts", "incidents", "items_of", "read_records", "run_verdict"]

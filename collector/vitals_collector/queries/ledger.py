@@ -7,42 +7,20 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, Table, select
 
+from trainvitals import records, views
 from trainvitals.catalog import TURN_METRICS
-from trainvitals.errors import UNREADABLE
+from trainvitals.errors import UNREADABLE, UsageError
+from trainvitals.hindsight import AFTER, BEFORE, judge_decision_in_hindsight
 from trainvitals.identity import Source
-from trainvitals.records import BatchNoted, Decision, Finding, StacksTaken, StateRead
-from trainvitals.views import (
-    AlertView,
-    AttemptView,
-    CheckpointView,
-    DecisionView,
-    EventView,
-    FindingView,
-    SourceView,
-    StacksView,
-    StepData,
-    StepRow,
-)
+from trainvitals.units import humanize_count
 from vitals_collector.alerts.inbox import alert_from_row
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.ingest.tail_loss import num_lost_rows
-from vitals_collector.numbers.interface import NumberStoreReader, RowSpan
-from vitals_collector.queries.series import exclusive_end, kind_of
-from vitals_collector.storage.schema import (
-    RANKS,
-    alerts,
-    attempts,
-    checkpoints,
-    decisions,
-    events,
-    findings,
-    names,
-    runs,
-    sources,
-    streams,
-)
+from vitals_collector.numbers.interface import RANKS, Columns, NumberStoreReader, RowSpan
+from vitals_collector.queries.series import curve_of, exclusive_end, kind_of
+from vitals_collector.storage import schema
 from vitals_collector.storage.store import ReadSnapshot, unknown_run
 
 MAX_EVENTS = 10_000
@@ -55,29 +33,34 @@ _SHOWN_ELSEWHERE = (
     "RanksStill",
 )  # fmt: skip
 
-_decision = msgspec.msgpack.Decoder(Decision).decode
-_finding = msgspec.msgpack.Decoder(Finding).decode
-_batch = msgspec.msgpack.Decoder(BatchNoted).decode
-_stacks = msgspec.msgpack.Decoder(StacksTaken).decode
-_reading = msgspec.msgpack.Decoder(StateRead).decode
+_decision = msgspec.msgpack.Decoder(records.Decision).decode
+_finding = msgspec.msgpack.Decoder(records.Finding).decode
+_batch = msgspec.msgpack.Decoder(records.BatchNoted).decode
+_stacks = msgspec.msgpack.Decoder(records.StacksTaken).decode
+_expected = msgspec.msgpack.Decoder(records.ChangeExpected).decode
+_reading = msgspec.msgpack.Decoder(records.StateRead).decode
 
 
 def run_row(connection: Connection, run_id: str) -> Row[Any]:
-    """Return the row of a run, or raise an error if there is none."""
-    query = select(runs).where(runs.c.run_id == run_id, ~is_being_removed())
+    """Query the stored row of a run, or raise an error if there is none."""
+    query = select(schema.runs).where(schema.runs.c.run_id == run_id, ~is_being_removed())
     row = connection.execute(query).one_or_none()
     if row is None:
         raise unknown_run(run_id)
     return row
 
 
-def attempts_of(moment: ReadSnapshot, run_id: str) -> tuple[AttemptView, ...]:
-    """Return all attempts of the run, the oldest first."""
-    query = select(attempts).where(attempts.c.run_id == run_id).order_by(attempts.c.id)
+def attempts_of(moment: ReadSnapshot, run_id: str) -> tuple[views.AttemptView, ...]:
+    """Query all attempts of a run, the oldest first, as views."""
+    query = (
+        select(schema.attempts)
+        .where(schema.attempts.c.run_id == run_id)
+        .order_by(schema.attempts.c.id)
+    )
     rows = moment.sql.execute(query).all()
     last = moment.numbers.last_steps(run_id)
     return tuple(
-        AttemptView(
+        views.AttemptView(
             id=row.id,
             ordinal=ordinal,
             parent=row.parent,
@@ -90,26 +73,29 @@ def attempts_of(moment: ReadSnapshot, run_id: str) -> tuple[AttemptView, ...]:
     )
 
 
-def sources_of(connection: Connection, run_id: str) -> tuple[SourceView, ...]:
-    """Return every incarnation of a source; ``UNREAD`` marks those without a readable row."""
-    columns = streams.c
+def sources_of(connection: Connection, run_id: str) -> tuple[views.SourceView, ...]:
+    """Query every incarnation of a source; ``UNREAD`` marks those without a readable row."""
+    columns = schema.streams.c
     query = select(
         columns.incarnation, columns.stream, columns.num_rows, num_lost_rows().label("num_lost")
     )
     by_incarnation = defaultdict(list)
     for row in connection.execute(query.where(columns.run_id == run_id)):
         by_incarnation[row.incarnation].append(row)
-    query = select(sources).where(sources.c.run_id == run_id)
-    rows = connection.execute(query.order_by(sources.c.source, sources.c.started_unix_ns))
-    views = [_source_view(row._asdict(), by_incarnation.pop(row.incarnation, ())) for row in rows]
+    query = select(schema.sources).where(schema.sources.c.run_id == run_id)
+    rows = connection.execute(
+        query.order_by(schema.sources.c.source, schema.sources.c.started_unix_ns)
+    )
+    entries = [_source_view(row._asdict(), by_incarnation.pop(row.incarnation, ())) for row in rows]
     unread = {"source": UNREAD, "node": "", "pid": 0, "started_unix_ns": 0, "last_seen_unix_ns": 0}
     for incarnation, stream_rows in sorted(by_incarnation.items()):
-        views.append(_source_view(unread | {"incarnation": incarnation}, stream_rows))
-    return tuple(views)
+        entries.append(_source_view(unread | {"incarnation": incarnation}, stream_rows))
+    return tuple(entries)
 
 
-def _source_view(of: Mapping[str, Any], stream_rows: Sequence[Row[Any]]) -> SourceView:
-    return SourceView(
+def _source_view(of: Mapping[str, Any], stream_rows: Sequence[Row[Any]]) -> views.SourceView:
+    """Build the view of a source for a response: its node, process, times and rows."""
+    return views.SourceView(
         source=of["source"],
         incarnation=of["incarnation"],
         node=of["node"],
@@ -124,56 +110,87 @@ def _source_view(of: Mapping[str, Any], stream_rows: Sequence[Row[Any]]) -> Sour
 
 def decisions_of(
     connection: Connection, run_id: str, step: int | None = None
-) -> tuple[DecisionView, ...]:
-    """Return the decision log in order, or its entries about one step."""
-    table = decisions.c
-    query = select(table.time_unix_ns, table.body).where(table.run_id == run_id)
-    if step is not None:
-        query = query.where(table.step == step)
-    rows = connection.execute(query.order_by(table.ledger_seq, table.time_unix_ns))
+) -> tuple[views.DecisionView, ...]:
+    """Query the decision log of a run in order, or its entries about one step."""
+    order = (schema.decisions.c.ledger_seq, schema.decisions.c.time_unix_ns)
     return tuple(
-        DecisionView(run_id=run_id, time_unix_ns=time, decision=_decision(body))
-        for time, body in rows
-        if body
+        views.DecisionView(run_id=run_id, time_unix_ns=time, decision=_decision(body))
+        for time, body in _iter_bodies(connection, schema.decisions, run_id, step, order)
     )
 
 
 def findings_of(
     connection: Connection, run_id: str, step: int | None = None
-) -> tuple[FindingView, ...]:
-    """Return the findings of one step, or all, by step."""
-    table = findings.c
-    query = select(table.time_unix_ns, table.body).where(table.run_id == run_id)
-    if step is not None:
-        query = query.where(table.step == step)
-    rows = connection.execute(query.order_by(table.step, table.time_unix_ns, table.seq))
+) -> tuple[views.FindingView, ...]:
+    """Query the findings about one step of a run, or all, by step."""
+    order = (schema.findings.c.step, schema.findings.c.time_unix_ns, schema.findings.c.seq)
     return tuple(
-        FindingView(run_id=run_id, time_unix_ns=time, finding=_finding(body))
-        for time, body in rows
-        if body
+        views.FindingView(run_id=run_id, time_unix_ns=time, finding=_finding(body))
+        for time, body in _iter_bodies(connection, schema.findings, run_id, step, order)
     )
 
 
-def samples_of_step(connection: Connection, run_id: str, step: int) -> tuple[StepData, ...]:
-    """Return the samples of a bad step, from each rank that reported them."""
-    table = events.c
+def _iter_bodies(
+    connection: Connection, table: Table, run_id: str, step: int | None, order: Sequence[Any]
+) -> Iterator[tuple[int, bytes]]:
+    """Yield time and body of the run's records, without damaged ones."""
+    query = select(table.c.time_unix_ns, table.c.body).where(table.c.run_id == run_id)
+    if step is not None:
+        query = query.where(table.c.step == step)
+    for time, body in connection.execute(query.order_by(*order)):
+        if body:
+            yield time, body
+
+
+def decisions_with_hindsight(
+    moment: ReadSnapshot, run_id: str, step: int | None = None
+) -> tuple[views.DecisionView, ...]:
+    """Return the decisions; those in mode ``observe`` with the outcome that the run shows."""
+    entries = decisions_of(moment.sql, run_id, step)
+    steps = [view.decision.step for view in entries if not view.decision.acted]
+    if not steps:
+        return entries
+    reach = (min(steps) - 2 * BEFORE, max(steps) + max(AFTER.values()))
+    try:
+        _, curve = curve_of(moment, run_id, "steps.loss", "", reach)
+    except UsageError:
+        return entries  # the run has no loss: the outcome is unknown
+    (drawn,) = moment.numbers.curves([curve], (), "all")
+    losses: dict[int, dict[int, float]] = defaultdict(dict)
+    points = (drawn.points.step, drawn.points.attempt, drawn.points.value)
+    for at, attempt, loss in zip(*(column.tolist() for column in points), strict=True):
+        losses[attempt][at] = loss
+    judged = (
+        (view, judge_decision_in_hindsight(view.decision, losses[view.decision.attempt]))
+        for view in entries
+    )
+    return tuple(
+        msgspec.structs.replace(view, hindsight=hindsight or "") for view, hindsight in judged
+    )
+
+
+def samples_of_step(connection: Connection, run_id: str, step: int) -> tuple[views.StepData, ...]:
+    """Query the samples of a bad step, from each rank that reported them."""
+    table = schema.events.c
     query = (
         select(table.source, table.attempt, table.body)
         .where(table.run_id == run_id, table.kind == "BatchNoted", table.step == step)
         .order_by(table.attempt, table.source)
     )
     return tuple(
-        StepData(source=source, attempt=attempt, batch=_batch(body))
+        views.StepData(source=source, attempt=attempt, batch=_batch(body))
         for source, attempt, body in connection.execute(query)
         if body
     )
 
 
-def load_probe_readings(connection: Connection, run_id: str, step: int) -> tuple[EventView, ...]:
-    """Return the readings of the state for every problem whose steps include this one."""
-    table = events.c
+def load_probe_readings(
+    connection: Connection, run_id: str, step: int
+) -> tuple[views.EventView, ...]:
+    """Query the probe's results for every problem whose steps include this one."""
+    table = schema.events.c
     query = (
-        select(events)
+        select(schema.events)
         .where(table.run_id == run_id, table.kind == "StateRead", table.step >= step)
         .order_by(table.step, table.time_unix_ns)
         .limit(MAX_EVENTS)
@@ -185,21 +202,21 @@ def load_probe_readings(connection: Connection, run_id: str, step: int) -> tuple
     )
 
 
-def checkpoints_of(connection: Connection, run_id: str) -> tuple[CheckpointView, ...]:
-    """Return the latest state of each checkpoint and snapshot, by step.
+def checkpoints_of(connection: Connection, run_id: str) -> tuple[views.CheckpointView, ...]:
+    """Query the latest state of each checkpoint and snapshot of a run, by step.
 
     Snapshots in memory end with their process, which cannot report that.
     """
-    table = checkpoints.c
-    query = select(checkpoints).where(table.run_id == run_id)
+    table = schema.checkpoints.c
+    query = select(schema.checkpoints).where(table.run_id == run_id)
     rows = connection.execute(query.order_by(table.step, table.time_unix_ns)).all()
     in_memory_since = _rank0_process_start(connection, run_id)
-    views = []
+    entries = []
     for row in rows:
         is_lost = row.place == "memory" and row.time_unix_ns < in_memory_since
         is_lost = is_lost and row.state not in ("retired", "bad")
-        views.append(
-            CheckpointView(
+        entries.append(
+            views.CheckpointView(
                 checkpoint_id=row.checkpoint_id,
                 step=row.step,
                 attempt=row.attempt,
@@ -210,12 +227,12 @@ def checkpoints_of(connection: Connection, run_id: str) -> tuple[CheckpointView,
                 time_unix_ns=row.time_unix_ns,
             )
         )
-    return tuple(views)
+    return tuple(entries)
 
 
 def _rank0_process_start(connection: Connection, run_id: str) -> float:
-    """Return the start of rank 0's process, which reports snapshots; infinite if it has ended."""
-    table = sources.c
+    """Query when rank 0's process started, whose snapshots a response shows."""
+    table = schema.sources.c
     query = (
         select(table.started_unix_ns, table.alive, table.ended_state)
         .where(table.run_id == run_id, table.source == "rank:0")
@@ -227,13 +244,13 @@ def _rank0_process_start(connection: Connection, run_id: str) -> float:
     return math.inf if latest.ended_state or latest.alive == 0 else float(latest.started_unix_ns)
 
 
-def events_of(connection: Connection, run_id: str, kind: str = "") -> tuple[EventView, ...]:
-    """Return the latest other events, all or of one kind, as text lines by time."""
-    table = events.c
+def events_of(connection: Connection, run_id: str, kind: str = "") -> tuple[views.EventView, ...]:
+    """Query the latest other events of a run, all or of one kind, as text lines by time."""
+    table = schema.events.c
     filters = [table.kind == kind] if kind else []
     filters += [table.kind.not_in(_SHOWN_ELSEWHERE)]
     query = (
-        select(events)
+        select(schema.events)
         .where(table.run_id == run_id, *filters)
         .order_by(table.time_unix_ns.desc(), table.id.desc())
         .limit(MAX_EVENTS)
@@ -241,21 +258,21 @@ def events_of(connection: Connection, run_id: str, kind: str = "") -> tuple[Even
     return tuple(event_view(row) for row in reversed(connection.execute(query).all()))
 
 
-def stacks_of(connection: Connection, run_id: str) -> tuple[StacksView, ...]:
-    """Return the latest stacks of ranks, by time."""
-    table = events.c
+def stacks_of(connection: Connection, run_id: str) -> tuple[views.StacksView, ...]:
+    """Query the latest stacks of a run's ranks, by time."""
+    table = schema.events.c
     query = (
         select(table.time_unix_ns, table.step, table.attempt, table.body)
-        .where(table.run_id == run_id, table.kind == StacksTaken.__name__)
+        .where(table.run_id == run_id, table.kind == records.StacksTaken.__name__)
         .order_by(table.time_unix_ns.desc(), table.id.desc())
         .limit(MAX_STACKS)
     )
-    views = []
+    entries = []
     for row in reversed(connection.execute(query).all()):
         with suppress(*UNREADABLE):  # skip rows of later versions
             taken = _stacks(row.body)
-            views.append(
-                StacksView(
+            entries.append(
+                views.StacksView(
                     time_unix_ns=row.time_unix_ns,
                     step=row.step,
                     attempt=row.attempt,
@@ -266,12 +283,12 @@ def stacks_of(connection: Connection, run_id: str) -> tuple[StacksView, ...]:
                     command_number=taken.command_number,
                 )
             )
-    return tuple(views)
+    return tuple(entries)
 
 
-def event_view(row: Row[Any]) -> EventView:
+def event_view(row: Row[Any]) -> views.EventView:
     """Return the text line of a row of ``events``."""
-    return EventView(
+    return views.EventView(
         time_unix_ns=row.time_unix_ns,
         source=row.source,
         step=row.step,
@@ -281,12 +298,33 @@ def event_view(row: Row[Any]) -> EventView:
     )
 
 
-def alerts_of(connection: Connection, run_id: str) -> tuple[AlertView, ...]:
-    """Return the run's alerts, the latest first."""
+def annotations_of(connection: Connection, run_id: str) -> tuple[views.AnnotationView, ...]:
+    """Return annotations by step, then time, with only the latest of many announced changes."""
+    table = schema.annotations.c
+    fields = (table.step, table.time_unix_ns, table.text, table.written_by)
+    written = connection.execute(select(*fields).where(table.run_id == run_id))
+    entries = [views.AnnotationView(step=s, time_unix_ns=t, text=x, by=b) for s, t, x, b in written]
+    columns = schema.events.c
+    of_run = (columns.run_id == run_id, columns.kind == records.ChangeExpected.__name__)
+    query = select(columns.step, columns.time_unix_ns, columns.body).where(*of_run)
+    newest = query.order_by(columns.time_unix_ns.desc(), columns.id.desc()).limit(MAX_EVENTS)
+    for step, time, body in connection.execute(newest):
+        if not body:
+            continue  # skip damaged rows
+        change = _expected(body)
+        text = f"{change.reason} (a change expected for {humanize_count(change.steps, 'step')})"
+        entries.append(views.AnnotationView(step=step, time_unix_ns=time, text=text, by=""))
+    return tuple(
+        sorted(entries, key=lambda view: (view.step, view.time_unix_ns, view.by, view.text))
+    )
+
+
+def alerts_of(connection: Connection, run_id: str) -> tuple[views.AlertView, ...]:
+    """Query the stored alerts of a run, the latest first."""
     query = (
-        select(alerts)
-        .where(alerts.c.run_id == run_id)
-        .order_by(alerts.c.started_unix_ns.desc(), alerts.c.fingerprint)
+        select(schema.alerts)
+        .where(schema.alerts.c.run_id == run_id)
+        .order_by(schema.alerts.c.started_unix_ns.desc(), schema.alerts.c.fingerprint)
         .limit(MAX_EVENTS)
     )
     return tuple(alert_from_row(row).view for row in connection.execute(query))
@@ -294,13 +332,13 @@ def alerts_of(connection: Connection, run_id: str) -> tuple[AlertView, ...]:
 
 def step_rows(
     moment: ReadSnapshot, run_id: str, step: int, stream: str = "steps"
-) -> tuple[StepRow, ...]:
-    """Return the sources' rows of a step; if a row was rewritten, the latest.
+) -> tuple[views.StepRow, ...]:
+    """Query the sources' rows of one step; if a row was rewritten, the latest.
 
     Rank 0's row also has the values of an optimizer that was stepped separately. They are scalars:
     ``loss/NAME`` and so on.
     """
-    newest: dict[tuple[str, int], StepRow] = {}
+    newest: dict[tuple[str, int], views.StepRow] = {}
     for row in _iter_step_rows(moment.numbers, run_id, step, stream):
         newest[row.source, row.attempt] = row
     if stream == "steps":
@@ -315,10 +353,10 @@ def step_rows(
     return tuple(sorted(newest.values(), key=_by_attempt_and_rank))
 
 
-def _iter_optimizer_rows(moment: ReadSnapshot, run_id: str, step: int) -> Iterator[StepRow]:
-    """Yield each separate value as a row, if the step was made by one of several optimizers."""
-    query = select(names.c.incarnation, names.c.id, names.c.name).where(
-        names.c.run_id == run_id, names.c.stream == "scalars"
+def _iter_optimizer_rows(moment: ReadSnapshot, run_id: str, step: int) -> Iterator[views.StepRow]:
+    """Query, as rows of a step, values of optimizers that are stepped separately."""
+    query = select(schema.names.c.incarnation, schema.names.c.id, schema.names.c.name).where(
+        schema.names.c.run_id == run_id, schema.names.c.stream == "scalars"
     )
     of_turns = {
         (incarnation, key): name
@@ -335,32 +373,38 @@ def _iter_optimizer_rows(moment: ReadSnapshot, run_id: str, step: int) -> Iterat
             yield msgspec.structs.replace(row, values={name: value}, nonfinite=marks)
 
 
-def _by_attempt_and_rank(row: StepRow) -> tuple[int, int]:
-    """Return the sort key of a step's rows: by attempt, then by rank."""
+def _by_attempt_and_rank(row: views.StepRow) -> tuple[int, int]:
+    """Return the order of rows in a response about a step: by attempt, then by rank."""
     return row.attempt, 0 if row.source == RANKS else Source.parse(row.source).rank or 0
 
 
 def _iter_step_rows(
     numbers: NumberStoreReader, run_id: str, step: int, stream: str
-) -> Iterator[StepRow]:
-    """Yield every source's rows of a step, the latest last."""
+) -> Iterator[views.StepRow]:
+    """Query every source's rows of a step, the latest last."""
     kinds = numbers.kinds(run_id, stream)
     if not kinds:
         return
-    names = sorted(name for name, kind in kinds.items() if kind != "S")
+    number_names = sorted(name for name, kind in kinds.items() if kind != "S")
     span = RowSpan(run_id, stream, from_step=step, to_step=exclusive_end(step))
-    columns = numbers.scan(span, [*names, "source", "incarnation"])
-    rows = [
-        [None if is_missing else value for value, is_missing in zip(*cells, strict=True)]
-        for cells in ((c.values.tolist(), c.is_missing.tolist()) for c in columns.values())
-    ]
-    by_name = [dict(zip(columns, cells, strict=True)) for cells in zip(*rows, strict=True)]
-    for row in sorted(by_name, key=lambda row: (row["time_unix_ns"], row["incarnation"])):
+    columns = numbers.scan(span, [*number_names, "source", "incarnation"])
+    rows = iter_rows(columns)
+    for row in sorted(rows, key=lambda row: (row["time_unix_ns"], row["incarnation"])):
         yield _step_row(row, row.pop("source"), row.pop("incarnation"))
 
 
-def _step_row(row: Mapping[str, Any], source: str, incarnation: str) -> StepRow:
-    """Return a scanned row of a step; its non-finite values are listed by name."""
+def iter_rows(columns: Columns) -> Iterator[dict[str, Any]]:
+    """Yield the rows of scanned columns by name; None for missing values."""
+    cells = [
+        [None if is_missing else value for value, is_missing in zip(*pair, strict=True)]
+        for pair in ((c.values.tolist(), c.is_missing.tolist()) for c in columns.values())
+    ]
+    for row in zip(*cells, strict=True):
+        yield dict(zip(columns, row, strict=True))
+
+
+def _step_row(row: Mapping[str, Any], source: str, incarnation: str) -> views.StepRow:
+    """Convert a stored row to the view of a step; non-finite values are listed by name."""
     values: dict[str, float | int | None] = {}
     nonfinite: list[str] = []
     for name, value in row.items():
@@ -370,17 +414,10 @@ def _step_row(row: Mapping[str, Any], source: str, incarnation: str) -> StepRow:
         values[name] = value if is_finite else None
         if not is_finite:
             nonfinite.append(f"{name}={kind_of(value)}")
-    return StepRow(
+    return views.StepRow(
         source=source,
         incarnation=incarnation,
         attempt=int(values.pop("attempt", 0) or 0),
         values=values,
         nonfinite=tuple(nonfinite),
     )
-
-
-__all__ = [
-    *("alerts_of", "attempts_of", "checkpoints_of", "samples_of_step", "decisions_of"),
-    *("event_view", "events_of", "findings_of", "load_probe_readings", "run_row"),
-    *("sources_of", "step_rows"),
-]

@@ -19,7 +19,7 @@ class Reader(Protocol):
     """Interface for queries; ``Query`` and ``CollectorClient`` return the same."""
 
     def ask(self, question: Question[A]) -> A:
-        """Return the response."""
+        """Respond to a query about runs, from a collector or from a directory."""
         ...
 
 
@@ -39,7 +39,7 @@ class OpenedReader:
 def open_reader(
     folder: Path | None = None, *, collector: str = "", token_file: Path | None = None
 ) -> Iterator[OpenedReader]:
-    """Provide a reader over ``folder``, otherwise ``collector``, otherwise the default.
+    """Open the source of queries: ``folder``, otherwise ``collector``, otherwise the default.
 
     The default is the first of: the collector that the environment names, this user's collector if
     it responds, and the directory VITALS_DIR (or ./vitals_runs).
@@ -61,7 +61,7 @@ def open_reader(
 
 
 def find_run(reader: Reader, id_or_name: str) -> RunSummary:
-    """Return the run with that id, start of an id, or name; "" is the latest run.
+    """Query the run with that id, start of an id, or name; "" is the latest run.
 
     Raises:
         UsageError: no run matches, or the start of an id matches several.
@@ -71,7 +71,7 @@ def find_run(reader: Reader, id_or_name: str) -> RunSummary:
 
 @contextlib.contextmanager
 def open_folder(folder: Path) -> Iterator[OpenedReader]:
-    """Provide a reader over a directory: a run directory, or one with run directories.
+    """Open a run directory, or one with run directories, for queries without a server.
 
     Raises:
         UsageError: the directory does not exist.

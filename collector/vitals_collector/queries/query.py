@@ -15,98 +15,33 @@ import numpy as np
 from msgspec.structs import asdict
 from sqlalchemy import bindparam, select
 
+from trainvitals import views
 from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
 from trainvitals.question import Question
-from trainvitals.views import (
-    MAX_POINTS,
-    AlertsQuestion,
-    AlertView,
-    AnnotationsQuestion,
-    AnnotationView,
-    CellsQuestion,
-    CellsReply,
-    CheckpointsQuestion,
-    CheckpointView,
-    CommandsQuestion,
-    CommandView,
-    ConfigsQuestion,
-    CurveQuestion,
-    CurveReply,
-    DecisionsQuestion,
-    DecisionView,
-    DifferenceQuestion,
-    DifferenceReply,
-    EventsQuestion,
-    EventView,
-    FindingsQuestion,
-    FindingView,
-    ForecastQuestion,
-    ForecastView,
-    GoodputQuestion,
-    GoodputView,
-    IncidentsQuestion,
-    IncidentView,
-    ManySeriesQuestion,
-    MoversQuestion,
-    MoverView,
-    RunDetail,
-    RunQuestion,
-    RunsQuestion,
-    RunSummary,
-    RunVerdict,
-    SeriesQuestion,
-    SeriesReply,
-    SeriesRequest,
-    SilencesQuestion,
-    SilenceView,
-    StacksQuestion,
-    StacksView,
-    StepQuestion,
-    StepView,
-    TableQuestion,
-    TableReply,
-    VerdictQuestion,
-)
 from vitals_collector.alerts import commands, inbox
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.live import overview
 from vitals_collector.live.run_status import Liveness
 from vitals_collector.numbers.interface import (
+    RANKS,
     CurveRequest,
     DownsampledCurve,
-    Points,
     downsample,
     downsample_means,
     smooth,
 )
-from vitals_collector.queries import series, tables
-from vitals_collector.queries.annotations import annotations_of
+from vitals_collector.queries import ledger, series, tables
 from vitals_collector.queries.attribution import first_change_text
 from vitals_collector.queries.difference import difference
 from vitals_collector.queries.forecast import forecast
 from vitals_collector.queries.goodput import GoodputCache
 from vitals_collector.queries.heatmap import cells
-from vitals_collector.queries.incidents import incidents, run_verdict
-from vitals_collector.queries.ledger import (
-    attempts_of,
-    checkpoints_of,
-    decisions_of,
-    events_of,
-    findings_of,
-    load_probe_readings,
-    run_row,
-    samples_of_step,
-    sources_of,
-    stacks_of,
-    step_rows,
-)
-from vitals_collector.queries.series import curve_reply
-from vitals_collector.queries.shadow import add_observed_outcomes
+from vitals_collector.queries.incidents import RunIncidents, incidents, read_incidents, run_verdict
 from vitals_collector.queries.top_changes import top_change_views
 from vitals_collector.retention.settings import VolumeSettings
 from vitals_collector.retention.sizes import volume_of
-from vitals_collector.storage.schema import RANKS, runs
+from vitals_collector.storage.schema import runs
 from vitals_collector.storage.store import ReadSnapshot, SteadyClock, Store, unknown_run
 
 MAX_POINTS_AT_ONCE = 200_000
@@ -127,7 +62,7 @@ ANSWERS: dict[type[Question[Any]], Callable[["Query", Any], Any]] = {}
 def answer_to(
     kind: type[Question[A]],
 ) -> Callable[[Callable[["Query", Any], A]], Callable[["Query", Any], A]]:
-    """Return a decorator that registers a function for queries of this type, over HTTP and here."""
+    """Register the decorated function as the one that responds to this type of query."""
 
     def register(answer: Callable[["Query", Any], A]) -> Callable[["Query", Any], A]:
         ANSWERS[kind] = answer
@@ -136,17 +71,21 @@ def answer_to(
     return register
 
 
+def _answer_in_run(kind: type[Question[A]], answer: Callable[[ReadSnapshot, Any], A]) -> None:
+    """Register a function for queries that need only a snapshot with their run."""
+
+    @answer_to(kind)
+    def in_snapshot(query: "Query", question: Any) -> A:
+        with query.read(question.run_id) as moment:
+            return answer(moment, question)
+
+
 class Query:
     """Runs queries on a store. Each reads one snapshot of it; none changes it.
 
-    Args:
-        store: the store.
-        clock: the current time, to distinguish a running run from a lost one.
-        lost_after_seconds: time without a row after which a run is lost.
-        up_since_unix_ns: time since which rows could arrive; 0 if none can.
-        volumes: limits of the data kept per run, for display.
-        gpu_hour_price: price of a GPU-hour; 0: not set.
-        goodput: shared cache of the goodput sums.
+    A run without a row for ``lost_after_seconds`` is lost, but silence before ``up_since_unix_ns``
+    does not count: no row could arrive. ``volumes`` are the limits of the data kept per run, for
+    display. A ``gpu_hour_price`` of 0 is not set. ``goodput`` is a shared cache of the sums.
     """
 
     newest_alerts_by: inbox.NewestBy = "updated_unix_ns"
@@ -173,11 +112,11 @@ class Query:
         self._up_since_unix_ns = up_since_unix_ns
 
     def run_dir(self, run_id: str) -> Path | None:
-        """Return the run's directory if a directory is read; None for a collector."""
+        """Return the directory of the queried run if a directory is read; None for a collector."""
         return None
 
     def ask(self, question: Question[A]) -> A:
-        """Return the response.
+        """Respond to a query about runs, from one snapshot of the store.
 
         Raises:
             UsageError: unknown run, metric or source, or a number out of bounds.
@@ -193,7 +132,7 @@ class Query:
 
     @contextmanager
     def read(self, *run_ids: str) -> Iterator[ReadSnapshot]:
-        """Provide one snapshot of the store.
+        """Provide the snapshot of the store from which one query reads.
 
         Raises:
             UsageError: one of these runs is not stored.
@@ -205,10 +144,10 @@ class Query:
             yield self.store.snapshot_on(connection)
 
     def raise_alerts(self) -> None:
-        """Update the store's alerts; a collector's are updated as rows arrive."""
+        """Update the alerts before a query for them; a collector's are updated as rows arrive."""
 
     def liveness(self) -> Liveness:
-        """Return the criteria for running and lost runs."""
+        """Return the criteria by which a response shows runs as running or lost."""
         now = self._steady.time_ns()
         return Liveness(
             now_unix_ns=now,
@@ -218,7 +157,7 @@ class Query:
 
 
 def within(query: Query, reach: frozenset[str] | None) -> Query:
-    """Return a query limited to the runs that a token reaches; None: all."""
+    """Return a copy of the query object limited to the runs that a token reaches; None: all."""
     limited = copy.copy(query)
     limited.reach = reach
     return limited
@@ -226,19 +165,27 @@ def within(query: Query, reach: frozenset[str] | None) -> Query:
 
 # --------------------------------------------------------------------------------- the queries
 
-_OF_ALL_RUNS = (RunsQuestion, ConfigsQuestion, AlertsQuestion, SilencesQuestion, TableQuestion)
+_OF_ALL_RUNS = (
+    views.RunsQuestion,
+    views.ConfigsQuestion,
+    views.AlertsQuestion,
+    views.SilencesQuestion,
+    views.TableQuestion,
+)
 """Queries that may name no run: each leaves out what is not in ``Query.reach``."""
 
 
-@answer_to(RunsQuestion)
-def _runs(query: Query, _: RunsQuestion) -> tuple[RunSummary, ...]:
+@answer_to(views.RunsQuestion)
+def _runs(query: Query, _: views.RunsQuestion) -> tuple[views.RunSummary, ...]:
+    """Respond to the query for all runs that the token reaches."""
     with query.read() as moment:
         found = overview.load_run_summaries(moment.sql, query.liveness())
     return tuple(run for run in found if query.reach is None or run.run_id in query.reach)
 
 
-@answer_to(ConfigsQuestion)
-def _configs(query: Query, _: ConfigsQuestion) -> dict[str, Config]:
+@answer_to(views.ConfigsQuestion)
+def _configs(query: Query, _: views.ConfigsQuestion) -> dict[str, Config]:
+    """Respond to the query for the configuration of every run."""
     with query.read() as moment:
         rows = moment.sql.execute(select(runs).where(~is_being_removed())).all()
     return {
@@ -248,34 +195,37 @@ def _configs(query: Query, _: ConfigsQuestion) -> dict[str, Config]:
     }
 
 
-@answer_to(RunQuestion)
-def _run_detail(query: Query, question: RunQuestion) -> RunDetail:
+@answer_to(views.RunQuestion)
+def _run_detail(query: Query, question: views.RunQuestion) -> views.RunDetail:
+    """Respond to the query for one run: summary, attempts, sources, metrics and volume."""
     with query.read() as moment:
-        row = run_row(moment.sql, question.run_id)
-        return RunDetail(
+        row = ledger.run_row(moment.sql, question.run_id)
+        return views.RunDetail(
             summary=overview.load_run_summaries(moment.sql, query.liveness(), question.run_id)[0],
             info=overview.info_of(row),
-            attempts=attempts_of(moment, question.run_id),
-            sources=sources_of(moment.sql, question.run_id),
+            attempts=ledger.attempts_of(moment, question.run_id),
+            sources=ledger.sources_of(moment.sql, question.run_id),
             metrics=series.names_of(moment.sql, question.run_id),
             volume=volume_of(moment.numbers, row, query.volumes) if question.volume else None,
         )
 
 
-@answer_to(SeriesQuestion)
-def _one_series(query: Query, question: SeriesQuestion) -> SeriesReply:
+@answer_to(views.SeriesQuestion)
+def _one_series(query: Query, question: views.SeriesQuestion) -> views.SeriesReply:
+    """Respond to the query for a curve with few points."""
     fields = asdict(question)
     run_id = fields.pop("run_id")
-    of_one = ManySeriesQuestion(run_id=run_id, series=(SeriesRequest(**fields),))
+    of_one = views.ManySeriesQuestion(run_id=run_id, series=(views.SeriesRequest(**fields),))
     return _many_series(query, of_one)[0]
 
 
-@answer_to(ManySeriesQuestion)
-def _many_series(query: Query, question: ManySeriesQuestion) -> tuple[SeriesReply, ...]:
+@answer_to(views.ManySeriesQuestion)
+def _many_series(query: Query, question: views.ManySeriesQuestion) -> tuple[views.SeriesReply, ...]:
+    """Respond to the query for several curves of a run, each with few points."""
     run_id, requests = question.run_id, question.series
     for request in requests:
-        if not 2 <= request.points <= MAX_POINTS:
-            raise UsageError(f"points is {request.points}; it must be 2 to {MAX_POINTS}")
+        if not 2 <= request.points <= views.MAX_POINTS:
+            raise UsageError(f"points is {request.points}; it must be 2 to {views.MAX_POINTS}")
         if not 0.0 <= request.smoothing < 1.0:
             raise UsageError(f"smoothing is {request.smoothing}; it must be 0 to below 1")
     total = sum(request.points for request in requests)
@@ -298,74 +248,56 @@ def _many_series(query: Query, question: ManySeriesQuestion) -> tuple[SeriesRepl
     )
 
 
-@answer_to(CurveQuestion)
-def _curve(query: Query, question: CurveQuestion) -> CurveReply:
+@answer_to(views.CurveQuestion)
+def _curve(query: Query, question: views.CurveQuestion) -> views.CurveReply:
+    """Respond to the query for a curve with all points."""
     run_id, metric, branch = question.run_id, question.metric, question.branch
     with query.read(run_id) as moment:
         steps = (question.from_step, question.to_step)
         source, curve = series.curve_of(moment, run_id, metric, question.source, steps)
         (drawn,) = moment.numbers.curves([curve], series.attempt_rows(moment.sql, run_id), branch)
-    return curve_reply(run_id, metric, source, branch, drawn.points)
+    return series.curve_reply(run_id, metric, source, branch, drawn.points)
 
 
-@answer_to(DifferenceQuestion)
-def _difference(query: Query, question: DifferenceQuestion) -> DifferenceReply:
+@answer_to(views.DifferenceQuestion)
+def _difference(query: Query, question: views.DifferenceQuestion) -> views.DifferenceReply:
+    """Respond to the query for the difference of two runs' curves."""
     with query.read(question.run_id, question.other) as moment:
         return difference(moment, question)
 
 
-@answer_to(StepQuestion)
-def _step(query: Query, question: StepQuestion) -> StepView:
+@answer_to(views.StepQuestion)
+def _step(query: Query, question: views.StepQuestion) -> views.StepView:
+    """Respond to the query that explains one step: rows, findings, decisions, data."""
     run_id, step = question.run_id, question.step
     with query.read(run_id) as moment:
-        found = findings_of(moment.sql, run_id, step)
-        return StepView(
+        found = ledger.findings_of(moment.sql, run_id, step)
+        return views.StepView(
             run_id=run_id,
             step=step,
-            rows=step_rows(moment, run_id, step),
+            rows=ledger.step_rows(moment, run_id, step),
             findings=found,
             moved_first=first_change_text(moment, run_id, step, found),
-            decisions=add_observed_outcomes(moment, run_id, decisions_of(moment.sql, run_id, step)),
-            readings=load_probe_readings(moment.sql, run_id, step),
-            data=samples_of_step(moment.sql, run_id, step),
-            over_ranks=step_rows(moment, run_id, step, RANKS),
+            decisions=ledger.decisions_with_hindsight(moment, run_id, step),
+            readings=ledger.load_probe_readings(moment.sql, run_id, step),
+            data=ledger.samples_of_step(moment.sql, run_id, step),
+            over_ranks=ledger.step_rows(moment, run_id, step, RANKS),
         )
 
 
-@answer_to(DecisionsQuestion)
-def _decisions(query: Query, question: DecisionsQuestion) -> tuple[DecisionView, ...]:
-    with query.read(question.run_id) as moment:
-        return add_observed_outcomes(
-            moment, question.run_id, decisions_of(moment.sql, question.run_id)
-        )
+_answer_in_run(views.DecisionsQuestion, lambda m, q: ledger.decisions_with_hindsight(m, q.run_id))
+_answer_in_run(views.FindingsQuestion, lambda m, q: ledger.findings_of(m.sql, q.run_id))
+_answer_in_run(views.CheckpointsQuestion, lambda m, q: ledger.checkpoints_of(m.sql, q.run_id))
+_answer_in_run(views.EventsQuestion, lambda m, q: ledger.events_of(m.sql, q.run_id, q.kind))
+_answer_in_run(views.StacksQuestion, lambda m, q: ledger.stacks_of(m.sql, q.run_id))
+_answer_in_run(views.AnnotationsQuestion, lambda m, q: ledger.annotations_of(m.sql, q.run_id))
+_answer_in_run(views.MoversQuestion, lambda m, q: top_change_views(m, q.run_id, q.step))
+_answer_in_run(views.CellsQuestion, cells)
 
 
-@answer_to(FindingsQuestion)
-def _findings(query: Query, question: FindingsQuestion) -> tuple[FindingView, ...]:
-    with query.read(question.run_id) as moment:
-        return findings_of(moment.sql, question.run_id)
-
-
-@answer_to(CheckpointsQuestion)
-def _checkpoints(query: Query, question: CheckpointsQuestion) -> tuple[CheckpointView, ...]:
-    with query.read(question.run_id) as moment:
-        return checkpoints_of(moment.sql, question.run_id)
-
-
-@answer_to(EventsQuestion)
-def _events(query: Query, question: EventsQuestion) -> tuple[EventView, ...]:
-    with query.read(question.run_id) as moment:
-        return events_of(moment.sql, question.run_id, question.kind)
-
-
-@answer_to(StacksQuestion)
-def _stacks(query: Query, question: StacksQuestion) -> tuple[StacksView, ...]:
-    with query.read(question.run_id) as moment:
-        return stacks_of(moment.sql, question.run_id)
-
-
-@answer_to(AlertsQuestion)
-def _alerts(query: Query, question: AlertsQuestion) -> tuple[AlertView, ...]:
+@answer_to(views.AlertsQuestion)
+def _alerts(query: Query, question: views.AlertsQuestion) -> tuple[views.AlertView, ...]:
+    """Respond to the query for alerts, of one run or of all."""
     query.raise_alerts()
     return inbox.list_alerts(
         query.store,
@@ -377,64 +309,53 @@ def _alerts(query: Query, question: AlertsQuestion) -> tuple[AlertView, ...]:
     )
 
 
-@answer_to(SilencesQuestion)
-def _silences(query: Query, question: SilencesQuestion) -> tuple[SilenceView, ...]:
+@answer_to(views.SilencesQuestion)
+def _silences(query: Query, question: views.SilencesQuestion) -> tuple[views.SilenceView, ...]:
+    """Respond to the query for silences of alerts."""
     now = query.clock.time_ns()
     return inbox.list_silences(query.store, now_unix_ns=now, reach=query.reach)
 
 
-@answer_to(CommandsQuestion)
-def _commands(query: Query, question: CommandsQuestion) -> tuple[CommandView, ...]:
+@answer_to(views.CommandsQuestion)
+def _commands(query: Query, question: views.CommandsQuestion) -> tuple[views.CommandView, ...]:
+    """Respond to the query for the manual commands of a run."""
     now = query.clock.time_ns()
     return commands.list_commands(
         query.store, question.run_id, now_unix_ns=now, status=question.status
     )
 
 
-@answer_to(CellsQuestion)
-def _cells(query: Query, question: CellsQuestion) -> CellsReply:
-    with query.read(question.run_id) as moment:
-        return cells(moment, question)
-
-
-@answer_to(MoversQuestion)
-def _movers(query: Query, question: MoversQuestion) -> tuple[MoverView, ...]:
-    with query.read(question.run_id) as moment:
-        return top_change_views(moment, question.run_id, question.step)
-
-
-@answer_to(IncidentsQuestion)
-def _incidents(query: Query, question: IncidentsQuestion) -> tuple[IncidentView, ...]:
+@answer_to(views.IncidentsQuestion)
+def _incidents(query: Query, question: views.IncidentsQuestion) -> tuple[views.IncidentView, ...]:
+    """Respond to the query for the incidents of a run."""
     return _judge_run(query, question.run_id, incidents)
 
 
-@answer_to(VerdictQuestion)
-def _verdict(query: Query, question: VerdictQuestion) -> RunVerdict:
+@answer_to(views.VerdictQuestion)
+def _verdict(query: Query, question: views.VerdictQuestion) -> views.RunVerdict:
+    """Respond to the query for the verdict on a run."""
     return _judge_run(query, question.run_id, run_verdict)
 
 
-def _judge_run(query: Query, run_id: str, judge: Callable[..., A]) -> A:
-    """Call ``judge`` on a snapshot of the run, for its incidents or its verdict."""
+def _judge_run(query: Query, run_id: str, judge: Callable[[RunIncidents], A]) -> A:
+    """Run ``judge`` on a snapshot of the run, to query its incidents or its verdict."""
     with query.read(run_id) as moment:
         run = overview.load_run_summaries(moment.sql, query.liveness(), run_id)[0]
-        return judge(
-            moment,
-            run,
-            price=query.gpu_hour_price,
-            reach=query.reach,
-            run_dir=query.run_dir(run_id),
-        )
+        run_dir = query.run_dir(run_id)
+        return judge(read_incidents(moment, run, query.gpu_hour_price, query.reach, run_dir))
 
 
-@answer_to(GoodputQuestion)
-def _goodput(query: Query, question: GoodputQuestion) -> GoodputView:
+@answer_to(views.GoodputQuestion)
+def _goodput(query: Query, question: views.GoodputQuestion) -> views.GoodputView:
+    """Respond to the query for a run's goodput."""
     with query.read(question.run_id) as moment:
         run = overview.load_run_summaries(moment.sql, query.liveness(), question.run_id)[0]
         return query.goodput.of(moment, run)
 
 
-@answer_to(ForecastQuestion)
-def _forecast(query: Query, question: ForecastQuestion) -> ForecastView:
+@answer_to(views.ForecastQuestion)
+def _forecast(query: Query, question: views.ForecastQuestion) -> views.ForecastView:
+    """Respond to the query for a run's forecast."""
     others = (question.other,) if question.other else ()
     with query.read(question.run_id, *others) as moment:
         ids = (question.run_id, *others)
@@ -444,14 +365,9 @@ def _forecast(query: Query, question: ForecastQuestion) -> ForecastView:
         return forecast(moment, question, runs, now_unix_ns=query.clock.time_ns())
 
 
-@answer_to(AnnotationsQuestion)
-def _annotations(query: Query, question: AnnotationsQuestion) -> tuple[AnnotationView, ...]:
-    with query.read(question.run_id) as moment:
-        return annotations_of(moment.sql, question.run_id)
-
-
-@answer_to(TableQuestion)
-def _table(query: Query, question: TableQuestion) -> TableReply:
+@answer_to(views.TableQuestion)
+def _table(query: Query, question: views.TableQuestion) -> views.TableReply:
+    """Respond to the query for rows of a table that match conditions."""
     if question.table == "alerts":
         query.raise_alerts()
     with query.read() as moment:
@@ -459,8 +375,9 @@ def _table(query: Query, question: TableQuestion) -> TableReply:
 
 
 def _select_series(
-    moment: ReadSnapshot, run_id: str, request: SeriesRequest
+    moment: ReadSnapshot, run_id: str, request: views.SeriesRequest
 ) -> tuple[str, CurveRequest]:
+    """Choose the stored rows for a queried curve; means and smoothing need more of them."""
     steps = (request.from_step, request.to_step)
     source, curve = series.curve_of(moment, run_id, request.metric, request.source, steps)
     since, until = request.from_time_unix_ns, series.exclusive_end(request.to_time_unix_ns)
@@ -468,45 +385,33 @@ def _select_series(
     if not _has_means(request):
         return source, CurveRequest(span, curve.column, request.points)
     if span.from_step is not None and request.smoothing:
-        span = span._replace(
-            from_step=max(0, span.from_step - _smoothing_reach_steps(request.smoothing))
-        )
-    return source, CurveRequest(
-        span, curve.column
-    )  # the mean of the drawn points differs from that of the stored ones
+        # Earlier steps weigh less than 1e-9, even if only one step in ten was measured.
+        reach = 10 * math.ceil(21 / (1 - request.smoothing))
+        span = span._replace(from_step=max(0, span.from_step - reach))
+    # All points: the mean of the drawn ones differs from that of the stored ones.
+    return source, CurveRequest(span, curve.column)
 
 
-def _has_means(request: SeriesRequest) -> bool:
-    """Return whether a query of a series wants means or smoothed values."""
+def _has_means(request: views.SeriesRequest) -> bool:
+    """Return whether the query for a curve wants means or smoothed values."""
     return request.mean or request.smoothing > 0.0
 
 
-def _smoothing_reach_steps(weight: float) -> int:
-    """Return the number of steps before the first drawn one that smoothing needs.
-
-    Earlier steps weigh less than 1e-9, even if only one step in ten was measured.
-    """
-    return 10 * math.ceil(21 / (1 - weight))
-
-
-def _smooth_points(request: SeriesRequest, points: Points) -> Points:
-    points = smooth(points, request.smoothing, request.branch)
-    first = request.from_step
-    return points if first is None else points.take(points.step >= first)
-
-
 def _series_reply(
-    run_id: str, request: SeriesRequest, source: str, curve: DownsampledCurve
-) -> SeriesReply:
+    run_id: str, request: views.SeriesRequest, source: str, curve: DownsampledCurve
+) -> views.SeriesReply:
+    """Build the response to the query for a curve: downsampled, with non-finite marks."""
     if request.smoothing:
-        points = _smooth_points(request, curve.points)
+        points = smooth(curve.points, request.smoothing, request.branch)
+        if request.from_step is not None:
+            points = points.take(points.step >= request.from_step)
         curve = DownsampledCurve(points, len(points))
     reduce = downsample_means if _has_means(request) else downsample
     drawn = reduce(curve.points, request.points, request.branch)
     values: list[float | None] = drawn.value.tolist()
     for i in np.flatnonzero(~np.isfinite(drawn.value)).tolist():
         values[i] = None
-    return SeriesReply(
+    return views.SeriesReply(
         run_id=run_id,
         metric=request.metric,
         source=source,
@@ -520,6 +425,3 @@ def _series_reply(
         nonfinite=series.nonfinite_marks(curve.points, MAX_MARKS),
         num_nonfinite=series.num_nonfinite(curve.points),
     )
-
-
-__all__ = ["ANSWERS", "Query", "answer_to", "within"]

@@ -6,6 +6,7 @@ values stay as marks. Programs get the whole curve, as stored in memory.
 
 import difflib
 import math
+from collections import defaultdict
 from collections.abc import Collection
 from typing import Literal
 
@@ -18,6 +19,7 @@ from trainvitals.identity import Source
 from trainvitals.views import Branch, CurveReply, NonFiniteMark
 from vitals_collector.numbers.interface import (
     HOST_STREAMS,
+    RANKS,
     AttemptRow,
     CurveRequest,
     Ints,
@@ -25,10 +27,8 @@ from vitals_collector.numbers.interface import (
     RowSpan,
     SeriesKey,
 )
-from vitals_collector.storage.schema import RANKS, attempts, measured_columns, names, sources
+from vitals_collector.storage.schema import attempts, measured_columns, names, sources
 from vitals_collector.storage.store import UNKNOWN, ReadSnapshot
-
-# ---------------------------------------------------------------------------------- existing series
 
 NAMED = {"scalars": ("name", "value"), "layers": ("layer", "grad_norm")}
 """Streams whose series have names: the column of the name's id, and that of the value."""
@@ -38,33 +38,43 @@ _OF_LAYERS = tuple(m.column for m in catalog.LAYER_METRICS if m.column != "grad_
 
 _UNITS = {f"{m.stream}.{m.column}": m.unit for m in catalog.CATALOG}
 
+NO_ROWS_YET = "the run has no rows yet"
+
 _KEYS = {column.name for column in catalog.ROW_COLUMNS} | {"rank", "pid"}
 
 
 def names_of(connection: Connection, run_id: str) -> tuple[str, ...]:
-    """Return the run's series with at least one value: ``stream.column`` or ``stream.NAME``."""
-    table = measured_columns.c
-    query = select(table.stream, table.name).where(table.run_id == run_id)
+    """Query which curves a run has: ``stream.column`` or ``stream.NAME`` with any value."""
+    measured = measured_by_stream(connection, run_id)
     series_names = {
         f"{stream}.{name}"
-        for stream, name in connection.execute(query)
-        if stream != "events" and stream not in NAMED and name not in _KEYS
+        for stream, columns in measured.items()
+        for name in columns - _KEYS
+        if stream != "events" and stream not in NAMED
     }
-    of_layers = select(table.name).where(table.run_id == run_id, table.stream == "layers")
-    measured = set(connection.execute(of_layers).scalars())
     query = select(names.c.stream, names.c.name).where(names.c.run_id == run_id)
     for stream, name in connection.execute(query):
         if stream in NAMED:
             series_names.add(f"{stream}.{name}")
         if stream == "layers":
             series_names |= {
-                f"layers.{name}:{column}" for column in _OF_LAYERS if column in measured
+                f"layers.{name}:{column}" for column in _OF_LAYERS if column in measured["layers"]
             }
     return tuple(sorted(series_names))
 
 
+def measured_by_stream(connection: Connection, run_id: str) -> defaultdict[str, set[str]]:
+    """Return the columns with at least one value in the run, by stream; none for other streams."""
+    columns: defaultdict[str, set[str]] = defaultdict(set)
+    table = measured_columns.c
+    query = select(table.stream, table.name).where(table.run_id == run_id)
+    for stream, name in connection.execute(query):
+        columns[stream].add(name)
+    return columns
+
+
 def unit_of(metric: str) -> str:
-    """Return the metric's unit from the catalog, "" for none or for a user-defined metric."""
+    """Return the unit of a queried metric from the catalog, "" for none or user-defined ones."""
     series, _, column = metric.rpartition(":")
     if series.startswith("layers.") and column in _OF_LAYERS:
         metric = f"layers.{column}"
@@ -80,7 +90,7 @@ def curve_of(
     source: str,
     steps: tuple[int | None, int | None] = (None, None),
 ) -> tuple[str, CurveRequest]:
-    """Return the source and the curve, limited to these steps if its rows have steps.
+    """Find the stored curve for a query of a metric, limited to these steps; return its source.
 
     Raises:
         UsageError: no such metric or source; the message suggests a similar name.
@@ -93,20 +103,21 @@ def curve_of(
 
 
 def attempt_rows(connection: Connection, run_id: str) -> list[AttemptRow]:
-    """Return the data of the run's attempts that stitching needs."""
+    """Query the run's attempts as a curve's stitching needs them."""
     table = attempts.c
     query = select(table.id, table.parent, table.fork_step).where(table.run_id == run_id)
     return [AttemptRow(*row) for row in connection.execute(query.order_by(table.id))]
 
 
 def exclusive_end(last: int | None) -> int | None:
-    """Return the exclusive end of a span with this last step or time; None: no end."""
+    """Return the exclusive end of a queried range with this last step or time; None: no end."""
     return None if last is None or last >= 2**63 - 1 else last + 1
 
 
 def _curve_of(
     moment: ReadSnapshot, run_id: str, metric: str, source: str
 ) -> tuple[str, CurveRequest]:
+    """Find the stored rows of a queried metric: a column, or a name such as a layer's."""
     stream, dot, name = metric.partition(".")
     if not (stream and dot and name):
         raise UsageError(
@@ -117,7 +128,8 @@ def _curve_of(
     chosen_source = source or _default_source(moment, run_id, stream)
     if stream in NAMED:
         return _find_named_curve(moment.sql, run_id, metric, source)
-    if not _is_measured(moment.sql, run_id, stream, name):
+    is_known = f"{stream}.{name}" in _UNITS
+    if not is_known and name not in measured_by_stream(moment.sql, run_id)[stream]:
         raise _unknown_series_error(moment.sql, run_id, metric)
     if stream == "process":
         # An agent writes the rows of its node's ranks; a column names the rank.
@@ -131,13 +143,14 @@ def _curve_of(
 
 
 def _source_filter(source: str) -> tuple[str, ...]:
-    """Return the sources to read for a series: one, or all."""
+    """Return the sources that the query for a curve reads: one, or all."""
     return (source,) if source else ()
 
 
 def _find_named_curve(
     connection: Connection, run_id: str, metric: str, source: str
 ) -> tuple[str, CurveRequest]:
+    """Find the stored curve of a queried name, such as a scalar or a layer."""
     stream, _, name = metric.partition(".")
     key_column, column = NAMED[stream]
     layer, _, other = name.rpartition(":")
@@ -157,7 +170,7 @@ def _find_named_curve(
 def _source_of_incarnations(
     connection: Connection, run_id: str, incarnations: Collection[str]
 ) -> str:
-    """Return the source of a name if none was given: rank 0's, otherwise the first one's."""
+    """Query the source of a named curve: rank 0 if it has the name, otherwise the first."""
     query = select(sources.c.source).where(
         sources.c.run_id == run_id, sources.c.incarnation.in_(incarnations)
     )
@@ -166,7 +179,7 @@ def _source_of_incarnations(
 
 
 def _default_source(moment: ReadSnapshot, run_id: str, stream: str) -> str:
-    """Return the source of a series if the query names none."""
+    """Return the source of a curve if the query names none."""
     if stream == RANKS:
         return RANKS
     if stream not in ("gpu", "node"):
@@ -174,42 +187,25 @@ def _default_source(moment: ReadSnapshot, run_id: str, stream: str) -> str:
     return next(iter(moment.numbers.sources(run_id, stream)), "")
 
 
-def _is_measured(connection: Connection, run_id: str, stream: str, name: str) -> bool:
-    if f"{stream}.{name}" in _UNITS:
-        return True
-    table = measured_columns.c
-    query = select(table.name).where(
-        table.run_id == run_id, table.stream == stream, table.name == name
-    )
-    return connection.execute(query).first() is not None
-
-
 def _unknown_series_error(connection: Connection, run_id: str, metric: str) -> UsageError:
+    """Return the error for a query of an unknown curve, with similar names of the run."""
     series_names = names_of(connection, run_id)
     close = difflib.get_close_matches(metric, series_names, n=3)
+    hint = f"the run has {', '.join(series_names[:12])}" if series_names else NO_ROWS_YET
     if close:
         hint = f"did you mean {' or '.join(close)}?"
-    else:
-        hint = (
-            f"the run has {', '.join(series_names[:12])}"
-            if series_names
-            else "the run has no rows yet"
-        )
     return UsageError(f"run {run_id} has no series {metric!r}", hint=hint, code=UNKNOWN)
 
 
-# ------------------------------------------------------------------------------------ drawing
-
-
 def _choose_evenly(which: Ints, num: int) -> Ints:
-    """Return at most ``num`` of them, evenly chosen, including the first and the last."""
+    """Choose at most ``num`` points of a response evenly, including the first and the last."""
     if len(which) <= num:
         return which
     return which[np.linspace(0, len(which) - 1, num).astype(np.int64)]
 
 
 def nonfinite_marks(points: Points, max_marks: int) -> tuple[NonFiniteMark, ...]:
-    """Return a mark for each NaN and infinity, or for ``max_marks`` of them, evenly chosen."""
+    """Return the NaN and infinities in a queried curve, or ``max_marks`` of them, evenly chosen."""
     which = _choose_evenly(np.flatnonzero(~np.isfinite(points.value)), max_marks)
     nonfinite = points.take(which)
     rows = zip(
@@ -219,18 +215,16 @@ def nonfinite_marks(points: Points, max_marks: int) -> tuple[NonFiniteMark, ...]
 
 
 def num_nonfinite(points: Points) -> int:
-    """Return how many values are NaN or infinite."""
+    """Count the values of a queried curve that are NaN or infinite."""
     return int(np.count_nonzero(~np.isfinite(points.value)))
 
 
 def kind_of(value: float) -> Literal["nan", "+inf", "-inf"]:
-    """Return the name of a non-finite number."""
+    """Return the name by which responses show a non-finite number."""
     if math.isnan(value):
         return "nan"
     return "+inf" if value > 0 else "-inf"
 
-
-# ---------------------------------------------------------------------------------- the whole curve
 
 MAX_POINTS = 4_000_000
 """Maximum number of points in a response: 32 bytes each."""
@@ -239,7 +233,7 @@ MAX_POINTS = 4_000_000
 def curve_reply(
     run_id: str, metric: str, source: str, branch: Branch, points: Points
 ) -> CurveReply:
-    """Return the response with all points.
+    """Build the response to the query for a curve with all points.
 
     Raises:
         UsageError: there are too many points for one response.

@@ -10,29 +10,29 @@ MAX_FRAMES = 12
 
 
 def wait_stacks_text(stacks: Sequence[StacksView], step: int) -> str:
-    """Return the position of each rank in a wait at a step: the calls of its main thread."""
+    """Explain a wait at a step by the calls in which each rank's main thread is."""
     newest = {view.rank: view for view in stacks if view.step == step and not view.command_number}
     parts = []
     for rank, view in sorted(newest.items()):
-        calls = view.collectives[-1:]
-        parts += [
-            f"Rank {rank}" + (f", last collective {calls[0]}:" if calls else ":"),
-            *(_truncate_calls(view.calls) or [f"  {view.detail}"]),
-        ]
+        parts.append(f"Rank {rank}{_last_collective_text(view)}:")
+        parts += _truncate_calls(view.calls) or [f"  {view.detail}"]
     return "\n".join(map(printable, parts))
 
 
+def _last_collective_text(view: StacksView) -> str:
+    return f", last collective {view.collectives[-1]}" if view.collectives else ""
+
+
 def _truncate_calls(calls: Sequence[str]) -> list[str]:
+    """Shorten the calls of a rank in the explanation of a wait or hang."""
     more = len(calls) - MAX_FRAMES
     return [*calls[:MAX_FRAMES], *([f"  ... and {more} more calls"] if more > 0 else [])]
 
 
 def grouped_stacks_text(stacks: Sequence[StacksView], world_size: int) -> str:
-    """Return the position of all ranks: ranks at the same place together, the smallest group first.
+    """Explain where all ranks are: those at the same place together, the smallest group first.
 
-    Args:
-        stacks: one per rank that responded.
-        world_size: ranks of the job; the others are listed as not responding.
+    Ranks below ``world_size`` without stacks are listed as not responding.
     """
     groups: dict[tuple[str, ...], list[StacksView]] = {}
     mute: dict[str, list[int]] = {}
@@ -49,15 +49,14 @@ def grouped_stacks_text(stacks: Sequence[StacksView], world_size: int) -> str:
     for same in sorted(groups.values(), key=lambda same: (len(same), same[0].rank)):
         steps = sorted({view.step for view in same})
         at = f"step {steps[0]}" + (f" to {steps[-1]}" if steps[1:] else "")
-        last = same[0].collectives[-1:]
-        in_call = f", last collective {last[0]}" if last else ""
+        in_call = _last_collective_text(same[0])
         parts.append(f"{capital(_rank_list_text([v.rank for v in same]))}, {at}{in_call}:")
         parts += _truncate_calls(same[0].calls)
     return "\n".join(map(printable, parts))
 
 
 def _rank_list_text(ranks: Sequence[int]) -> str:
-    """Return ``rank 3``, or ``ranks 0 to 2, 5``."""
+    """Name ranks in the explanation of stacks: ``rank 3``, or ``ranks 0 to 2, 5``."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:
@@ -69,5 +68,5 @@ def _rank_list_text(ranks: Sequence[int]) -> str:
 
 
 def capital(text: str) -> str:
-    """Return the text with a capital letter."""
+    """Return a sentence of a verdict or explanation with a capital letter."""
     return text[:1].upper() + text[1:]

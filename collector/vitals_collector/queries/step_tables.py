@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection
 
 from trainvitals.errors import UsageError
 from trainvitals.identity import Source
@@ -18,7 +18,6 @@ from trainvitals.views import Branch, TableQuestion
 from vitals_collector.numbers.interface import (
     AttemptRow,
     Columns,
-    ColumnValues,
     Ints,
     NumberStoreReader,
     Points,
@@ -27,8 +26,7 @@ from vitals_collector.numbers.interface import (
     stitch,
 )
 from vitals_collector.queries.conditions import Kind, TableColumn, TableCondition
-from vitals_collector.queries.series import attempt_rows, exclusive_end
-from vitals_collector.storage.schema import measured_columns
+from vitals_collector.queries.series import attempt_rows, exclusive_end, measured_by_stream
 from vitals_collector.storage.store import ReadSnapshot
 
 MAX_SCANNED_ROWS = 200_000_000
@@ -49,7 +47,7 @@ class MatchingSteps(NamedTuple):
     attempt: Ints
 
     def take(self, which: Ints) -> "MatchingSteps":
-        """Return the chosen rows, in the order of the choice."""
+        """Return the chosen rows of a table query, in the order of the choice."""
         return MatchingSteps._make(column[which] for column in self)
 
 
@@ -64,11 +62,8 @@ class StepTableResult(NamedTuple):
 
 
 def columns_of_steps(connection: Connection, run_id: str, table: str) -> dict[str, Kind]:
-    """Return the columns of the table, those without any value in this run last."""
-    measured = select(measured_columns.c.name).where(
-        measured_columns.c.run_id == run_id, measured_columns.c.stream == "steps"
-    )
-    there = set(connection.execute(measured).scalars()) - {*_PLAIN, "monotonic_ns"}
+    """Query the columns of the table of steps or ranks, those without any value last."""
+    there = measured_by_stream(connection, run_id)["steps"] - {*_PLAIN, "monotonic_ns"}
     scope_of = {m.column: m.scope for m in STEP_METRICS}
     if table == "ranks":  # values that are equal on all ranks are columns of the steps
         there = {name for name in there if scope_of.get(name) == "rank"}
@@ -84,18 +79,15 @@ def columns_of_steps(connection: Connection, run_id: str, table: str) -> dict[st
 
 
 def shown_columns(connection: Connection, run_id: str, columns: Mapping[str, Kind]) -> list[str]:
-    """Return the columns that have a value in this run."""
-    measured = select(measured_columns.c.name).where(
-        measured_columns.c.run_id == run_id, measured_columns.c.stream == "steps"
-    )
-    there = {*connection.execute(measured).scalars(), *_PLAIN, "rank"}
+    """Query the columns that a table of steps shows: those with a value in this run."""
+    there = measured_by_stream(connection, run_id)["steps"] | {*_PLAIN, "rank"}
     return [name for name in columns if name in there]
 
 
 def find_steps(
     moment: ReadSnapshot, request: TableQuestion, conditions: Sequence[TableCondition]
 ) -> StepTableResult:
-    """Return the requested rows, by step, then attempt, then rank.
+    """Find the rows for a query of the table of steps or ranks, by step, attempt, rank.
 
     Raises:
         UsageError: there are too many rows to scan.
@@ -119,7 +111,7 @@ def find_steps(
 def read_steps(
     numbers: NumberStoreReader, run_id: str, rows: MatchingSteps, names: Sequence[str]
 ) -> dict[str, TableColumn]:
-    """Return the named columns of the rows."""
+    """Read the requested columns for the rows that a table query has found."""
     rest = [name for name in names if name not in ("rank", "step")]
     number_of = _Numbering(rows)
     keys = number_of(rows.step, rows.rank, rows.attempt)
@@ -162,7 +154,7 @@ class _Numbering:
 
 
 def _together(run_id: str, rows: MatchingSteps) -> Iterator[RowSpan]:
-    """Yield the matching steps and ranks as spans that are read together."""
+    """Yield the rows that match a table query as spans that are read together."""
     if not len(rows.step):
         return
     sources = tuple(f"rank:{rank}" for rank in np.unique(rows.rank).tolist())
@@ -177,7 +169,7 @@ def _together(run_id: str, rows: MatchingSteps) -> Iterator[RowSpan]:
 
 
 def _bounds(request: TableQuestion, conditions: Sequence[TableCondition]) -> _Bounds:
-    """Return the requested range of steps, narrowed by conditions on the step."""
+    """Return the steps that a table query has to read, narrowed by its conditions."""
     lows = [] if request.from_step is None else [request.from_step]
     highs = [] if request.to_step is None else [request.to_step]
     for column, op, value in conditions:
@@ -196,7 +188,7 @@ def _as_int64(value: int) -> int:
 def _spans(
     numbers: NumberStoreReader, request: TableQuestion, conditions: Sequence[TableCondition]
 ) -> list[RowSpan]:
-    """Return the rows to scan of each source, the lowest rank first."""
+    """Return the stored rows that a table query scans, the lowest rank first."""
     ranks = [c.value for c in conditions if c.column == "rank" and c.op == "="]
     if request.table == "steps":
         sources = ["rank:0"]
@@ -217,7 +209,7 @@ def _spans(
 
 
 def _rank_or_minus_one(source: str) -> int:
-    """Return the rank of a source for sorting; -1 if it is not a rank."""
+    """Return the rank of a source, by which a table query sorts; -1 if it is not a rank."""
     rank = Source.parse(source).rank
     return -1 if rank is None else rank
 
@@ -229,7 +221,7 @@ def _matching_rows(
     attempts: Sequence[AttemptRow],
     conditions: Sequence[TableCondition],
 ) -> tuple[MatchingSteps, int]:
-    """Return the matching rows, and the number of those outside the lineage."""
+    """Return the rows that match a table query, and how many are outside the lineage."""
     step, attempt, time = (rows[name].values.astype(np.int64, copy=False) for name in _PLAIN)
     points = Points(step, attempt, time, np.arange(len(step), dtype=np.float64))
     which = stitch(points, attempts, branch).value.astype(np.int64)
@@ -240,17 +232,15 @@ def _matching_rows(
         if condition.column == "rank":
             cells = TableColumn(np.full(len(which), rank, dtype=np.int64))
         else:
-            cells = _table_column(rows[condition.column].take(which))
+            column = rows[condition.column].take(which)
+            cells = TableColumn(column.values, ~column.is_missing)
         which = which[condition.matching_cells(cells)]
     ranks = np.full(len(which), rank, dtype=np.int64)
     return MatchingSteps(ranks, step[which], attempt[which]), num_left
 
 
-def _table_column(column: ColumnValues) -> TableColumn:
-    return TableColumn(column.values, ~column.is_missing if column.is_missing.any() else None)
-
-
 def _concatenate_matches(parts: Sequence[MatchingSteps]) -> MatchingSteps:
+    """Join the matching rows of all sources for the response to a table query."""
     if len(parts) == 1:
         return parts[0]
     none = MatchingSteps._make([np.zeros(0, dtype=np.int64)] * len(MatchingSteps._fields))
@@ -260,17 +250,7 @@ def _concatenate_matches(parts: Sequence[MatchingSteps]) -> MatchingSteps:
 
 
 def _first_rows(rows: MatchingSteps, request: TableQuestion) -> MatchingSteps:
-    """Return the requested number of rows, in the requested order."""
+    """Return the rows of a table that its query wants, in the requested order."""
     sign = -1 if request.newest_first else 1
     order = np.lexsort((rows.rank, sign * rows.attempt, sign * rows.step))
     return rows.take(order[: request.limit])
-
-
-__all__ = [
-    "MatchingSteps",
-    "StepTableResult",
-    "columns_of_steps",
-    "find_steps",
-    "read_steps",
-    "shown_columns",
-]

@@ -1,31 +1,21 @@
 """Describes an incident in paragraphs. Pure: recorded facts; anything else is "not known"."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TypeVar
 
+from trainvitals import views
 from trainvitals.detect.fleet.node import THROTTLES
 from trainvitals.printable import printable
 from trainvitals.records import Finding
 from trainvitals.units import humanize, humanize_count, split_unit
-from trainvitals.views import (
-    AlertView,
-    DecisionView,
-    EventView,
-    FindingView,
-    MoverView,
-    StepData,
-    StepRow,
-)
+from vitals_collector.live.restarts import Restart
 from vitals_collector.queries import why
 from vitals_collector.queries.evidence import THROTTLED, IncidentEvidence
 from vitals_collector.queries.grouping import DEATHS
 from vitals_collector.queries.top_changes import NONFINITE_SCORE, RUN, TopChange
 from vitals_collector.queries.user_alerts import user_alert_episodes
-
-_T = TypeVar("_T")
 
 _DONE = {
     "halt": "Halted",
@@ -44,27 +34,38 @@ MAX_TOLD = 6
 """Maximum number of items of one kind in a paragraph; further ones are counted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoryFacts:
-    """Input of a story."""
+@dataclass(slots=True, kw_only=True)
+class IncidentParts:
+    """One incident and its records."""
 
+    name: str
     attempt: int
     ordinal: int
-    """Ordinal of the attempt in the run."""
+    """Ordinal of the attempt in the run: its id has no meaning for users."""
     onset: int
+    last: int
     started_unix_ns: int
+    ended_unix_ns: int
     cause: str
+    """Root cause, which is shown first."""
     rank: int
-    findings: Sequence[FindingView]
-    decisions: Sequence[DecisionView]
-    alerts: Sequence[AlertView]
-    events: Sequence[EventView]
-    data: Sequence[StepData]
-    evidence: IncidentEvidence
+    findings: list[views.FindingView]
+    decisions: list[views.DecisionView]
+    alerts: list[views.AlertView]
+    errors: list[views.EventView]
+    """Events that start an incident themselves, the root first."""
+    restarts: list[Restart]
+    """Restarts after it that lost steps."""
+    events: list[views.EventView] = field(default_factory=list)
+    """The errors, and the events near them, by time."""
+    ends: list[views.EventView] = field(default_factory=list)
+    """Those near them about the end of the run or of a wait, by time."""
+    data: list[tuple[int, views.StepData]] = field(default_factory=list)
+    """Samples of its steps, with the step."""
 
 
-def incident_title(incident: StoryFacts) -> str:
-    """Return the incident in one line: the action, its cause, and the step."""
+def incident_title(incident: IncidentParts) -> str:
+    """Describe an incident in one line: the action, its cause, and the step."""
     where = f" at step {incident.onset}" + (f", rank {incident.rank}" if incident.rank >= 0 else "")
     cause = incident.cause.replace("_", " ")
     is_hang = any(view.finding.kind == "hang" for view in incident.findings)
@@ -83,18 +84,18 @@ def incident_title(incident: StoryFacts) -> str:
     return printable(f"{alone or cause[:1].upper() + cause[1:]}{where}")
 
 
-def explain_incident(incident: StoryFacts) -> tuple[str, ...]:
-    """Return the paragraphs: onset, first change, data, and the reason for the action.
+def explain_incident(incident: IncidentParts, evidence: IncidentEvidence) -> tuple[str, ...]:
+    """Explain an incident in paragraphs: onset, first change, data, reason for the action.
 
     A paragraph is one line of plain text. The verdict contains the end and the cost.
     """
     parts = [_onset_paragraph(incident)]
-    if incident.evidence.is_gathered:
+    if evidence.is_gathered:
         parts += [
-            _values_paragraph(incident),
-            _movers_paragraph(incident),
-            _batches_paragraph(incident),
-            _gpu_paragraph(incident),
+            _values_paragraph(incident, evidence.view),
+            _movers_paragraph(incident, evidence),
+            _batches_paragraph(incident, evidence.view),
+            _gpu_paragraph(evidence),
         ]
     else:
         parts.append(
@@ -105,32 +106,30 @@ def explain_incident(incident: StoryFacts) -> tuple[str, ...]:
     return tuple(printable(" ".join(part.split())) for part in parts if part)
 
 
-def _onset_paragraph(incident: StoryFacts) -> str:
+def _onset_paragraph(incident: IncidentParts) -> str:
+    """Explain in a paragraph the start of an incident: alerts, findings and notes."""
     when = _time_phrase(incident.started_unix_ns)
     sentences = [f"Began at step {incident.onset} of attempt {incident.ordinal}, detected {when}."]
     alerts = user_alert_episodes(view.finding for view in incident.findings)
-    sentences += [alert.text for alert in _first_few(alerts)]
-    sentences += _omitted_sentence(alerts, "custom alert")
+    sentences += _first_few([alert.text for alert in alerts], "custom alert")
     findings = _findings([view for view in incident.findings if not view.finding.severity])
-    sentences += _first_few(findings)
-    sentences += _omitted_sentence(findings, "finding")
+    sentences += _first_few(findings, "finding")
     if not incident.findings:
         sentences.append("No finding about it is stored.")
     notes = [event for event in incident.events if event.kind in ("Note", "RunEnded")]
-    sentences += [_note_sentence(event) for event in _first_few(notes)]
-    sentences += _omitted_sentence(notes, "note")
+    sentences += _first_few([_note_sentence(event) for event in notes], "note")
     if not incident.findings and not incident.decisions:
         sentences += [
             f"Alert {alert.title}: {alert.summary.rstrip('.')}."
-            for alert in _first_few(incident.alerts)
+            for alert in incident.alerts[:MAX_TOLD]
         ]
     return " ".join(sentences)
 
 
-def _findings(views: Sequence[FindingView]) -> list[str]:
+def _findings(entries: Sequence[views.FindingView]) -> list[str]:
     """Return a sentence for each kind, metric and rank: a fault of many steps is one sentence."""
     groups: dict[tuple[str, str, int], list[Finding]] = {}
-    for view in why.without_waits(views):
+    for view in why.without_waits(entries):
         finding = view.finding
         key = (finding.kind, finding.cause or finding.reason, finding.rank)
         groups.setdefault(key, []).append(finding)
@@ -140,6 +139,7 @@ def _findings(views: Sequence[FindingView]) -> list[str]:
 
 
 def _finding_group_sentence(findings: Sequence[Finding]) -> str:
+    """Explain the findings of one kind in a sentence of an incident's story."""
     first, last = findings[0], findings[-1]
     reason = first.reason[:1].upper() + first.reason[1:]
     at = f"(step {first.step})"
@@ -150,36 +150,31 @@ def _finding_group_sentence(findings: Sequence[Finding]) -> str:
     return f"{reason} {at}."
 
 
-def _note_sentence(event: EventView) -> str:
+def _note_sentence(event: views.EventView) -> str:
+    """Explain a note or the end of a run in a sentence of an incident's story."""
     text = event.text.rstrip(".")
     if event.kind == "RunEnded" and text.startswith("halted: "):
         return f"Halted by Vitals: {text.removeprefix('halted: ')}."
     return f"{event.source.replace(':', ' ')}: {text}."
 
 
-def _values_paragraph(incident: StoryFacts) -> str:
-    view = incident.evidence.view
+def _values_paragraph(incident: IncidentParts, view: views.StepView | None) -> str:
+    """Explain in a paragraph the values at an incident's onset: loss, norm, learning rate."""
     if view is None or not view.rows:
         return f"No row of step {incident.onset} is stored, so its numbers are missing."
-    if _rank0_row(view.rows) is None:
+    head = next((row for row in view.rows if row.source == "rank:0"), None)
+    if head is None:
         return f"No row of rank 0 is stored for step {incident.onset}, so its numbers are missing."
     sentences = [f"Step {incident.onset}: {why.of_attempt(view, incident.attempt)}"]
-    head = _rank0_row(view.rows)
-    if head is not None and "learning_rate" not in head.values:
+    if "learning_rate" not in head.values:
         sentences.append("The learning rate was not recorded.")
-    elif head is not None and head.values.get("lr_factor") not in (None, 1, 1.0):
+    elif head.values.get("lr_factor") not in (None, 1, 1.0):
         sentences.append(f"Vitals had scaled the learning rate by {head.values['lr_factor']:g}.")
     return " ".join(sentences)
 
 
-def _rank0_row(rows: Iterable[StepRow]) -> StepRow | None:
-    """Return rank 0's row of a step in the story."""
-    return next((row for row in rows if row.source == "rank:0"), None)
-
-
-def _movers_paragraph(incident: StoryFacts) -> str:
-    """Return the other changes. The verdict contains the first; without one, these are noise."""
-    evidence = incident.evidence
+def _movers_paragraph(incident: IncidentParts, evidence: IncidentEvidence) -> str:
+    """Explain in a paragraph an incident's changes besides the first, which the verdict names."""
     movers = evidence.movers
     layers = [mover for mover in movers if not _is_run_or_rank(mover.view.row)]
     ranks = [mover for mover in movers if mover.view.row.startswith("rank:")]
@@ -199,10 +194,12 @@ def _movers_paragraph(incident: StoryFacts) -> str:
 
 
 def _sorted_movers_text(movers: Sequence[TopChange]) -> str:
+    """Describe the changes around an incident for its story, the largest first."""
     return _movers_text(sorted(movers, key=lambda mover: (-mover.view.score, mover.first_step)))
 
 
 def _movers_text(movers: Sequence[TopChange]) -> str:
+    """Describe the first of the changes around an incident, and count the rest."""
     shown = "; ".join(
         f"{_mover_name(mover.view)} {_change_text(mover)}" for mover in movers[:MAX_TOLD]
     )
@@ -210,7 +207,8 @@ def _movers_text(movers: Sequence[TopChange]) -> str:
     return shown + (f"; and {more} more" if more > 0 else "")
 
 
-def _mover_name(view: MoverView) -> str:
+def _mover_name(view: views.MoverView) -> str:
+    """Name a change in the story of an incident: its layer or rank, and the metric."""
     metric = split_unit(view.metric)[0].replace("grad norm", "gradient norm")
     if view.row == RUN:
         return metric
@@ -219,7 +217,7 @@ def _mover_name(view: MoverView) -> str:
 
 
 def _change_text(mover: TopChange) -> str:
-    """Return the peak, usual value and deviation of a change as text."""
+    """Describe a change in an incident's story: peak, usual value and deviation."""
     view, unit = mover.view, split_unit(mover.view.metric)[1]
     usual = "" if view.before is None else f", usually {humanize(view.before, unit)}"
     if view.score >= NONFINITE_SCORE:
@@ -232,18 +230,16 @@ def _change_text(mover: TopChange) -> str:
 
 
 def _is_run_or_rank(row: str) -> bool:
-    """Return whether a change in the story belongs to the run or to a rank."""
+    """Return whether a change in an incident's story belongs to the run or to a rank."""
     return row == RUN or row.startswith("rank:")
 
 
-def _batches_paragraph(incident: StoryFacts) -> str:
-    view = incident.evidence.view
-    data = list(incident.data) or list(view.data if view is not None else ())
+def _batches_paragraph(incident: IncidentParts, view: views.StepView | None) -> str:
+    """Explain in a paragraph which batches and samples an incident's steps trained on."""
+    data = [samples for _, samples in incident.data] or list(view.data if view is not None else ())
     if data:
-        sentences = [
-            why.samples_sentence(step_data, tells_attempt=False) for step_data in _first_few(data)
-        ]
-        return " ".join([*sentences, *_omitted_sentence(data, "batch", "batches")])
+        sentences = [why.samples_sentence(samples, tells_attempt=False) for samples in data]
+        return " ".join(_first_few(sentences, "batch", "batches"))
     batches = [
         f"{row.source.replace(':', ' ')} on batch {row.values['batch_index']} of epoch "
         f"{row.values.get('epoch') or 0}"
@@ -258,15 +254,17 @@ def _batches_paragraph(incident: StoryFacts) -> str:
     return "The batches were not recorded."
 
 
-def _gpu_paragraph(incident: StoryFacts) -> str:
-    if not incident.evidence.has_gpus:
+def _gpu_paragraph(evidence: IncidentEvidence) -> str:
+    """Explain in a paragraph what the GPUs showed around an incident."""
+    if not evidence.has_gpus:
         return "No GPU samples are stored around it."
-    if not incident.evidence.gpus:
+    if not evidence.gpus:
         return "The GPUs showed nothing unusual compared with the ten minutes before."
-    return f"GPUs: {'; '.join(_gpu_change_text(view) for view in incident.evidence.gpus)}."
+    return f"GPUs: {'; '.join(_gpu_change_text(view) for view in evidence.gpus)}."
 
 
-def _gpu_change_text(view: MoverView) -> str:
+def _gpu_change_text(view: views.MoverView) -> str:
+    """Describe a GPU's change, such as throttling, in the story of an incident."""
     if view.metric == THROTTLED:
         began = int(view.peak or 0) & ~int(view.before or 0)
         reasons = "; ".join(description for bit, description in THROTTLES.items() if began & bit)
@@ -278,40 +276,33 @@ def _gpu_change_text(view: MoverView) -> str:
     return f"{name} of {view.row} went from {before} to {peak}"
 
 
-def _readings_paragraph(incident: StoryFacts) -> str:
-    """Return the results of the probe and of evaluations; nothing without any."""
-    readings = [event.text for event in incident.events if event.kind == "StateRead"]
-    sentences = [f"{text}." for text in _first_few(readings)]
-    return " ".join([*sentences, *_omitted_sentence(readings, "probe or evaluation result")])
+def _readings_paragraph(incident: IncidentParts) -> str:
+    """Explain in a paragraph an incident's probe and evaluation results; or nothing."""
+    readings = [f"{event.text}." for event in incident.events if event.kind == "StateRead"]
+    return " ".join(_first_few(readings, "probe or evaluation result"))
 
 
-def _decisions_paragraph(incident: StoryFacts) -> str:
+def _decisions_paragraph(incident: IncidentParts) -> str:
+    """Explain in a paragraph what Vitals did about an incident, and why."""
     if not incident.decisions:
         return "Vitals took no action."
-    sentences = [why.decision_sentence(view) for view in _first_few(incident.decisions)]
-    sentences += _omitted_sentence(incident.decisions, "decision")
+    sentences = _first_few([why.decision_sentence(view) for view in incident.decisions], "decision")
     skipped = [event.text for event in incident.events if event.kind == "DataWindowSkipped"]
-    sentences += [f"Data: {text}." for text in _first_few(skipped)]
+    sentences += [f"Data: {text}." for text in skipped[:MAX_TOLD]]
     return " ".join(sentences)
 
 
-def _first_few(things: Sequence[_T]) -> Sequence[_T]:
-    """Return the first of the things that an incident's story lists."""
-    return things[:MAX_TOLD]
-
-
-def _omitted_sentence(things: Sequence[object], name: str, plural: str = "") -> list[str]:
-    more = len(things) - MAX_TOLD
+def _first_few(sentences: Sequence[str], name: str, plural: str = "") -> list[str]:
+    """Return the first of the sentences that a story lists, and one that counts the others."""
+    more = len(sentences) - MAX_TOLD
     text = humanize_count(more, f"more {name}", f"more {plural}" if plural else "")
-    return [f"And {text}."] if more > 0 else []
+    return [*sentences[:MAX_TOLD], *([f"And {text}."] if more > 0 else [])]
 
 
 def _time_phrase(time_unix_ns: int) -> str:
+    """Return a time as the story of an incident writes it."""
     try:
         when = datetime.fromtimestamp(time_unix_ns / 1e9, tz=UTC)
     except (OverflowError, ValueError, OSError):
         return "at an unknown time"
     return f"at {when:%Y-%m-%d %H:%M:%S} UTC"
-
-
-__all__ = ["StoryFacts", "explain_incident", "incident_title"]

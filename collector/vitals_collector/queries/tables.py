@@ -6,11 +6,11 @@ Only rows that match all conditions are returned and counted.
 
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from sqlalchemy import Connection, Row, Select, Table, select
+from sqlalchemy import Connection, Row, Table, select
 
 from trainvitals.errors import UsageError
 from trainvitals.jsonable import jsonable, non_finite_word
@@ -53,13 +53,7 @@ def query_table(
     when: Liveness,
     reach: frozenset[str] | None = None,
 ) -> TableReply:
-    """Return the rows that match the request's conditions.
-
-    Args:
-        moment: snapshot of the store.
-        request: the table and the conditions.
-        when: criteria for running and lost runs.
-        reach: runs that the query may read; None: all.
+    """Respond to a table query: rows of runs, steps or events that match its conditions.
 
     Raises:
         UsageError: an unknown run, column or operator, or a number out of bounds.
@@ -72,7 +66,7 @@ def query_table(
     columns = _COLUMNS[request.table]
     conditions = parse(request.where, columns)
     shown = _requested_columns(request, columns, list(columns))
-    rows = _READ[request.table](moment.sql, request, when)
+    rows = _read_rows(moment.sql, request, when)
     if reach is not None:
         rows = [row for row in rows if row["run_id"] in reach]
     which = _matching_indices(rows, columns, conditions)
@@ -84,6 +78,7 @@ def query_table(
 
 
 def _check_request(request: TableQuestion) -> None:
+    """Reject a table query with invalid numbers, or filters that its table lacks."""
     if not 1 <= request.limit <= MAX_ROWS:
         raise UsageError(f"limit is {request.limit}; it must be 1 to {MAX_ROWS}")
     for name in ("from_step", "to_step"):
@@ -109,16 +104,15 @@ def _check_request(request: TableQuestion) -> None:
 def _requested_columns(
     request: TableQuestion, columns: Mapping[str, Kind], default: Sequence[str]
 ) -> Sequence[str]:
+    """Return the columns that a table query wants, otherwise the default ones."""
     for name in request.columns:
         if name not in columns:
             raise unknown_column(name, columns)
     return tuple(dict.fromkeys(request.columns)) or default
 
 
-# ---------------------------------------------------------------------------- steps and ranks
-
-
 def _step_table(moment: ReadSnapshot, request: TableQuestion) -> TableReply:
+    """Respond to a query of the table of steps or ranks."""
     columns = columns_of_steps(moment.sql, request.run_id, request.table)
     conditions = parse(request.where, columns)
     shown = _requested_columns(request, columns, shown_columns(moment.sql, request.run_id, columns))
@@ -144,9 +138,6 @@ def _json_values(cells: TableColumn) -> tuple[Any, ...]:
     return tuple(values)
 
 
-# ------------------------------------------------------------------------------- records
-
-
 def _fields(kind: type, *, but: Sequence[str] = ()) -> dict[str, Kind]:
     """Return the columns of a record type for table queries."""
     columns: dict[str, Kind] = {}
@@ -159,10 +150,12 @@ def _fields(kind: type, *, but: Sequence[str] = ()) -> dict[str, Kind]:
 
 
 def _row_dict(record: msgspec.Struct, **row_values: object) -> dict[str, Any]:
+    """Convert a stored record to a row of a queried table, by column."""
     return row_values | {name: getattr(record, name) for name in record.__struct_fields__}
 
 
 def _to_json_scalar(value: Any) -> str | float | int | bool | None:
+    """Convert a value of a stored record to a cell of a queried table."""
     if value is None or isinstance(value, str | float | int | bool):
         word: str | float | int | bool | None = jsonable(value)
         return word
@@ -176,6 +169,7 @@ def _matching_indices(
     columns: Mapping[str, Kind],
     conditions: Sequence[TableCondition],
 ) -> list[int]:
+    """Return which rows match all conditions of a table query."""
     which = np.arange(len(rows))
     for condition in conditions:
         values = [rows[i][condition.column] for i in which.tolist()]
@@ -184,6 +178,7 @@ def _matching_indices(
 
 
 def _table_column(row_values: Sequence[Any], kind: Kind) -> TableColumn:
+    """Convert a column of records to values that the conditions of a table query can filter."""
     valid = np.array([value is not None for value in row_values], dtype=bool)
     if kind == "text":
         values = np.empty(len(row_values), dtype=object)
@@ -194,75 +189,66 @@ def _table_column(row_values: Sequence[Any], kind: Kind) -> TableColumn:
     return TableColumn(np.array([value or 0 for value in row_values], dtype=dtype), valid)
 
 
-def _run_rows(
+class _RecordTable(NamedTuple):
+    """Records of one table: their order, and their columns as a dict."""
+
+    table: Table
+    order: Sequence[str]
+    read: Callable[[Row[Any]], dict[str, Any] | None]
+    """None for a damaged record."""
+
+
+def _decode_record(
+    row: Row[Any], decode: Callable[[bytes], msgspec.Struct]
+) -> dict[str, Any] | None:
+    """Return the columns of a record, its run and its time; None for a damaged one."""
+    if not row.body:
+        return None
+    return _row_dict(decode(row.body), run_id=row.run_id, time_unix_ns=row.time_unix_ns)
+
+
+_RECORDS = {
+    "decisions": _RecordTable(
+        decisions,
+        ("time_unix_ns", "run_id", "ledger_seq"),
+        lambda row: _decode_record(row, _decision),
+    ),
+    "findings": _RecordTable(
+        findings,
+        ("time_unix_ns", "run_id", "step", "seq"),
+        lambda row: _decode_record(row, _finding),
+    ),
+    "alerts": _RecordTable(
+        alerts, ("started_unix_ns", "fingerprint"), lambda row: _row_dict(alert_from_row(row).view)
+    ),
+    "events": _RecordTable(
+        events, ("time_unix_ns", "id"), lambda row: _row_dict(event_view(row), run_id=row.run_id)
+    ),
+}
+
+
+def _read_rows(
     connection: Connection, request: TableQuestion, when: Liveness
 ) -> list[dict[str, Any]]:
-    views = overview.load_run_summaries(connection, when, request.run_id or None)
-    return [_row_dict(view) for view in reversed(views)]
-
-
-def _decision_rows(
-    connection: Connection, request: TableQuestion, _when: Liveness
-) -> list[dict[str, Any]]:
-    query = _filter_by_request(select(decisions), decisions, request)
-    rows = _fetch_rows(
-        connection,
-        query.order_by(decisions.c.time_unix_ns, decisions.c.run_id, decisions.c.ledger_seq),
-    )
-    return [
-        _row_dict(_decision(r.body), run_id=r.run_id, time_unix_ns=r.time_unix_ns)
-        for r in rows
-        if r.body
-    ]
-
-
-def _finding_rows(
-    connection: Connection, request: TableQuestion, _when: Liveness
-) -> list[dict[str, Any]]:
-    query = _filter_by_request(select(findings), findings, request)
-    order = (findings.c.time_unix_ns, findings.c.run_id, findings.c.step, findings.c.seq)
-    rows = _fetch_rows(connection, query.order_by(*order))
-    return [
-        _row_dict(_finding(r.body), run_id=r.run_id, time_unix_ns=r.time_unix_ns)
-        for r in rows
-        if r.body
-    ]
-
-
-def _alert_rows(
-    connection: Connection, request: TableQuestion, _when: Liveness
-) -> list[dict[str, Any]]:
-    query = _filter_by_request(select(alerts), alerts, request)
-    rows = _fetch_rows(connection, query.order_by(alerts.c.started_unix_ns, alerts.c.fingerprint))
-    return [_row_dict(alert_from_row(row).view) for row in rows]
-
-
-def _event_rows(
-    connection: Connection, request: TableQuestion, _when: Liveness
-) -> list[dict[str, Any]]:
-    query = _filter_by_request(select(events), events, request)
-    rows = _fetch_rows(connection, query.order_by(events.c.time_unix_ns, events.c.id))
-    return [_row_dict(event_view(row), run_id=row.run_id) for row in rows]
-
-
-def _fetch_rows(connection: Connection, query: Select[Any]) -> Sequence[Row[Any]]:
-    rows = connection.execute(query.limit(MAX_LISTED + 1)).all()
-    if len(rows) > MAX_LISTED:
-        raise UsageError(
-            f"the question looks at more than {MAX_LISTED} rows",
-            hint="narrow it with run_id, from_step and to_step",
-        )
-    return rows
-
-
-def _filter_by_request(query: Select[Any], table: Table, request: TableQuestion) -> Select[Any]:
+    """Return the rows of the requested run and steps, the oldest first."""
+    if request.table == "runs":
+        views = overview.load_run_summaries(connection, when, request.run_id or None)
+        return [_row_dict(view) for view in reversed(views)]
+    table, order, read = _RECORDS[request.table]
+    query = select(table).order_by(*(table.c[name] for name in order)).limit(MAX_LISTED + 1)
     if request.run_id:
         query = query.where(table.c.run_id == request.run_id)
     if request.from_step is not None:
         query = query.where(table.c.step >= request.from_step)
     if request.to_step is not None:
         query = query.where(table.c.step <= request.to_step)
-    return query
+    rows = connection.execute(query).all()
+    if len(rows) > MAX_LISTED:
+        raise UsageError(
+            f"the question looks at more than {MAX_LISTED} rows",
+            hint="narrow it with run_id, from_step and to_step",
+        )
+    return [fields for row in rows if (fields := read(row)) is not None]
 
 
 _OWN: dict[str, Kind] = {"run_id": "text", "time_unix_ns": "number"}
@@ -273,12 +259,3 @@ _COLUMNS: dict[str, dict[str, Kind]] = {
     "alerts": _fields(AlertView, but=("silenced_until_unix_ns", "silence_reason")),
     "events": _OWN | _fields(EventView),
 }
-_READ: dict[str, Callable[[Connection, TableQuestion, Liveness], list[dict[str, Any]]]] = {
-    "runs": _run_rows,
-    "decisions": _decision_rows,
-    "findings": _finding_rows,
-    "alerts": _alert_rows,
-    "events": _event_rows,
-}
-
-__all__ = ["MAX_ROWS", "query_table"]

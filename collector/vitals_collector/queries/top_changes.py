@@ -28,8 +28,8 @@ from vitals_collector.numbers.interface import (
     stitch,
 )
 from vitals_collector.queries.heatmap_layers import RATIO, layer_names, metric_values
-from vitals_collector.queries.series import attempt_rows, exclusive_end
-from vitals_collector.storage.schema import decisions, findings, measured_columns
+from vitals_collector.queries.series import attempt_rows, exclusive_end, measured_by_stream
+from vitals_collector.storage.schema import decisions, findings
 from vitals_collector.storage.store import ReadSnapshot
 
 WINDOW_STEPS = 50
@@ -82,7 +82,7 @@ class TopChange(NamedTuple):
 
 
 def top_change_views(moment: ReadSnapshot, run_id: str, step: int) -> tuple[MoverView, ...]:
-    """Return the largest changes up to a step, on the attempt with a problem at it."""
+    """Query the largest changes up to a step, on the attempt with a problem at it."""
     attempt = attempt_of(moment.sql, run_id, step)
     return tuple(mover.view for mover in find_top_changes(moment, run_id, step, attempt))
 
@@ -111,26 +111,27 @@ def attempt_of(connection: Connection, run_id: str, step: int) -> int | None:
 
 
 def _within(step: int) -> int:
-    """Return a step that leaves room for a window in 64 bits; no run reaches the limit."""
+    """Return the queried step, limited so that a window of steps around it fits in 64 bits."""
     return max(-(2**62), min(step, 2**62))
 
 
 def find_top_changes(
     moment: ReadSnapshot, run_id: str, step: int, attempt: int | None
 ) -> tuple[TopChange, ...]:
-    """Return the largest changes of layers and ranks up to a step."""
+    """Find what changed most up to a step, to explain it: layers and ranks."""
     step = _within(step)
     branch = ancestry(attempt_rows(moment.sql, run_id), attempt)
-    there = _load_measured_columns(moment.sql, run_id)
+    measured = measured_by_stream(moment.sql, run_id)
     first = step - WINDOW_STEPS - BEFORE_STEPS + 1
     candidates: list[TopChange] = []
-    candidates += _layer_changes(moment, run_id, (first, step), branch, there)
-    candidates += _rank_changes(moment.numbers, run_id, (first, step), branch, there)
+    candidates += _layer_changes(moment, run_id, (first, step), branch, measured["layers"])
+    candidates += _rank_changes(moment.numbers, run_id, (first, step), branch, measured["steps"])
     candidates = [mover for mover in candidates if mover.view.score >= MIN_SCORE]
     return tuple(sorted(candidates, key=_mover_sort_key)[:MAX_MOVERS])
 
 
 def _mover_sort_key(mover: TopChange) -> tuple[float, int, bool, str, str]:
+    """Return the order in which a response lists changes: the largest first."""
     # Layers and ranks are more exact than the run's own value: they come first.
     return (
         -mover.view.score,
@@ -142,7 +143,7 @@ def _mover_sort_key(mover: TopChange) -> tuple[float, int, bool, str, str]:
 
 
 def ancestry(attempts: Sequence[AttemptRow], attempt: int | None) -> list[AttemptRow]:
-    """Return the attempt and its ancestors; without an attempt, all."""
+    """Return the attempt that a query is about and its ancestors; without one, all."""
     by_id = {row.id: row for row in attempts}
     if attempt is None or attempt not in by_id:
         return list(attempts)
@@ -154,22 +155,17 @@ def ancestry(attempts: Sequence[AttemptRow], attempt: int | None) -> list[Attemp
     return list(ancestors.values())
 
 
-def _load_measured_columns(connection: Connection, run_id: str) -> set[tuple[str, str]]:
-    table = measured_columns.c
-    query = select(table.stream, table.name).where(table.run_id == run_id)
-    return {(stream, name) for stream, name in connection.execute(query)}
-
-
 def _layer_changes(
     moment: ReadSnapshot,
     run_id: str,
     steps: tuple[int, int],
     branch: Sequence[AttemptRow],
-    there: set[tuple[str, str]],
+    measured: set[str],
 ) -> list[TopChange]:
+    """Query how much each layer's norms changed in the steps before a problem."""
     columns_of = {name: _SOURCES_OF.get(name, (name,)) for name in _OF_LAYER}
     columns_of = {
-        m: c for m, c in columns_of.items() if all(("layers", column) in there for column in c)
+        name: needed for name, needed in columns_of.items() if measured.issuperset(needed)
     }
     if not columns_of:
         return []
@@ -179,10 +175,9 @@ def _layer_changes(
     named = layer_names(moment.sql, run_id)
     writers, numbers = rows["incarnation"].values.tolist(), rows["layer"].values.tolist()
     pairs = list(zip(writers, map(int, numbers), strict=True))
-    label_of = {pair: named.get(pair, f"layer {pair[1]}") for pair in dict.fromkeys(pairs)}
-    order = {name: i for i, name in enumerate(dict.fromkeys(label_of.values()))}
-    number_of = {pair: order[label] for pair, label in label_of.items()}
-    key = np.array([number_of[pair] for pair in pairs], dtype=np.int64)
+    labels = [named.get(pair) or f"layer {pair[1]}" for pair in pairs]
+    order = {label: i for i, label in enumerate(dict.fromkeys(labels))}
+    key = np.array([order[label] for label in labels], dtype=np.int64)
     return _judge_rows(rows, key, list(order), columns_of, steps[1], branch)
 
 
@@ -191,16 +186,17 @@ def _rank_changes(
     run_id: str,
     steps: tuple[int, int],
     branch: Sequence[AttemptRow],
-    there: set[tuple[str, str]],
+    measured: set[str],
 ) -> list[TopChange]:
+    """Query how much the values of each rank and of the run changed before a problem."""
     candidates: list[TopChange] = []
     span = RowSpan(run_id, "steps", from_step=steps[0], to_step=exclusive_end(steps[1]))
     for metrics, sources in ((_OF_RUN, ("rank:0",)), (_OF_RANK, ())):
-        names = [name for name in metrics if ("steps", name) in there]
+        names = [name for name in metrics if name in measured]
         if not names:
             continue
         columns = [*_KEYS, "rank", *names]
-        is_judging_rate = "learning_rate" in names and ("steps", "verdict") in there
+        is_judging_rate = "learning_rate" in names and "verdict" in measured
         rows = numbers.scan(
             span._replace(sources=sources), [*columns, "verdict"] if is_judging_rate else columns
         )
@@ -253,7 +249,7 @@ def judge_change(
     min_before: int = _MIN_BEFORE,
     has_jumps: bool = True,
 ) -> TopChange | None:
-    """Return the deviation of the values in the window before ``step``. Pure.
+    """Return the deviation of the values before a problem at ``step`` from earlier ones.
 
     None: nothing was measured in the window, or fewer than ``min_before`` values before it. With
     ``has_jumps`` a distance that single values before it had is usual.
@@ -294,13 +290,13 @@ def judge_change(
 
 
 def _has_jumped(before: Floats, late: Floats) -> bool:
-    """Return whether a learning rate rose in one step; schedules change it slowly, or lower it."""
+    """Return whether the learning rate jumped before a problem: schedules change it slowly."""
     rates = np.concatenate([before[-1:], late])
     return bool((rates[1:] > _RATE_JUMP * rates[:-1]).any() and late.max() > before.max())
 
 
 def _distances(before: Floats, late: Floats, *, has_jumps: bool, least: float) -> Floats:
-    """Return each late value's distance from the median of the earlier ones, in scales."""
+    """Return the distance of each late value from the earlier median, to rank changes."""
     if before.min() > 0.0:
         before, late = np.log(before), np.log(np.maximum(late, np.finfo(np.float64).tiny))
     else:
@@ -312,15 +308,3 @@ def _distances(before: Floats, late: Floats, *, has_jumps: bool, least: float) -
         if has_jumps:
             scale = max(scale, float(np.quantile(usual, _USUAL)) * _OF_USUAL / MIN_SCORE)
         return np.asarray(np.abs(late - middle) / scale)
-
-
-__all__ = [
-    "OF_SPEED",
-    "RUN",
-    "TopChange",
-    "ancestry",
-    "attempt_of",
-    "find_top_changes",
-    "judge_change",
-    "top_change_views",
-]

@@ -21,19 +21,19 @@ class UserAlertEpisode:
     ranks: set[int] = field(default_factory=set)
 
     def extend(self, finding: Finding) -> None:
-        """Add a repetition, or the same alert of another rank."""
+        """Add to the episode, shown in responses as one alert, a repetition or another rank."""
         self.newest, self.last = finding, max(self.last, finding.step)
         self.onset, self.first = min(self.onset, finding.onset_step), min(self.first, finding.step)
         self.ranks |= {finding.rank} - {-1}
 
     @property
     def where(self) -> str:
-        """Ranks that raised it, as text; empty if it concerns the run."""
+        """Return the ranks that raised the alert, as explanations list them; or ""."""
         return ", ".join(map(str, sorted(self.ranks)))
 
     @property
     def text(self) -> str:
-        """Sentence about the alert."""
+        """Return the sentence about a custom alert in the explanation of a step or incident."""
         where = f" on {name_ranks(self.ranks)}" if self.ranks else ""
         until = f"s {self.first} to {self.last}" if self.last > self.first else f" {self.first}"
         severity, reason = self.newest.severity, self.newest.reason
@@ -41,7 +41,7 @@ class UserAlertEpisode:
 
 
 def user_alert_episodes(findings: Iterable[Finding]) -> list[UserAlertEpisode]:
-    """Return the custom alerts by start; alerts renewed in time are one episode."""
+    """Group findings of custom alerts to episodes, to explain a step, a run or an incident."""
     open_episodes: dict[str, UserAlertEpisode] = {}
     closed: list[UserAlertEpisode] = []
     for finding in sorted(findings, key=lambda finding: finding.step):

@@ -1,7 +1,6 @@
 """The verdict on an incident: state, cause, action, cost, precedent and the next command.
 
-Pure: made of recorded data, in sentences for an operator on call. ``incidents`` gathers the facts;
-    the dashboard, reports and the command line show the same text.
+Pure. ``incidents`` gathers the facts; the dashboard, reports and the command line show this text.
 """
 
 import math
@@ -13,25 +12,17 @@ from itertools import groupby
 
 from msgspec.structs import replace
 
+from trainvitals import views
 from trainvitals.detect.registry import KINDS
 from trainvitals.policy.approval import WAITS_UNTIL
 from trainvitals.printable import printable
 from trainvitals.records import ActionName, Decision, Finding
 from trainvitals.units import humanize, humanize_count, humanize_seconds, name_ranks
-from trainvitals.views import (
-    AlertView,
-    DecisionView,
-    EventView,
-    FindingView,
-    LostWork,
-    RunSummary,
-    TimelineEntry,
-    VerdictView,
-)
 from vitals_collector.live.restarts import Restart
 from vitals_collector.queries.advice import advice
 from vitals_collector.queries.grouping import DEATHS
 from vitals_collector.queries.stacks import capital
+from vitals_collector.queries.story import IncidentParts
 
 MAX_TIMELINE = 8
 """Maximum number of timeline entries; those in the middle are counted."""
@@ -81,29 +72,18 @@ class Precedent:
 class VerdictFacts:
     """Input of a verdict."""
 
-    run: RunSummary
+    run: views.RunSummary
+    incident: IncidentParts
     run_dir: str = ""
     """The run's directory, as reported at its start."""
-    incident_id: str = ""
-    onset: int = -1
-    last: int = -1
     next_onset: int = -1
     """Onset of the next incident; -1 for none."""
-    started_unix_ns: int = 0
     is_open: bool = False
     is_lasting: bool = False
     """Whether the condition of a finding still held at the last step."""
-    cause: str = ""
-    """Root cause, which is shown first."""
-    findings: Sequence[FindingView] = ()
-    decisions: Sequence[DecisionView] = ()
-    alerts: Sequence[AlertView] = ()
-    events: Sequence[EventView] = ()
-    lost: LostWork = field(default_factory=LostWork)
+    lost: views.LostWork = field(default_factory=views.LostWork)
     late_seconds: float = 0.0
     """Time that the other ranks waited for a straggler."""
-    restarts: Sequence[Restart] = ()
-    """Restarts after it that lost steps."""
     precursor: str | None = None
     """Sentence about the first change; empty: no series left its quiet range; None: not searched,
     or unknown."""
@@ -113,6 +93,11 @@ class VerdictFacts:
     played: str = ""
     """Result of the repro."""
 
+    @property
+    def events(self) -> list[views.EventView]:
+        """Events that start the incident, then other ends of the run and of waits."""
+        return [*self.incident.errors, *self.incident.ends]
+
 
 @dataclass(frozen=True, slots=True)
 class _Hang:
@@ -120,13 +105,12 @@ class _Hang:
 
     step: int
     ranks: Sequence[int]
-    began_unix_ns: int
     seconds: float
     """Duration, up to the latest row of the run."""
 
 
 def _hang(facts: VerdictFacts) -> _Hang | None:
-    """Return the current hang; None if steps continue, or the run has ended."""
+    """Return the hang that the verdict is about; None if steps continue, or the run ended."""
     waits = _wait_findings(facts)
     if not waits or not facts.is_open or facts.run.state != "running":
         return None
@@ -134,33 +118,33 @@ def _hang(facts: VerdictFacts) -> _Hang | None:
     if facts.run.last_step >= step:
         return None
     ranks = sorted({view.finding.rank for view in waits if view.finding.rank >= 0})
-    began = _wait_start_ns(waits)
-    seconds = max(0.0, (facts.run.last_seen_unix_ns - began) / 1e9)
-    return _Hang(step, ranks, began, seconds)
+    seconds = max(0.0, (facts.run.last_seen_unix_ns - _wait_start_ns(waits)) / 1e9)
+    return _Hang(step, ranks, seconds)
 
 
-def _wait_findings(facts: VerdictFacts) -> list[FindingView]:
-    return [view for view in facts.findings if view.finding.kind in _WAITS]
+def _wait_findings(facts: VerdictFacts) -> list[views.FindingView]:
+    """Return the findings about waits and hangs, on which the verdict reports."""
+    return [view for view in facts.incident.findings if view.finding.kind in _WAITS]
 
 
-def _wait_start_ns(waits: Sequence[FindingView]) -> int:
-    """Return the time of the last progress before the waits."""
+def _wait_start_ns(waits: Sequence[views.FindingView]) -> int:
+    """Return since when the verdict counts a hang: the time of the last progress."""
     return min(v.time_unix_ns - int((v.finding.value or 0.0) * 1e9) for v in waits)
 
 
-def verdict(facts: VerdictFacts) -> VerdictView:
+def verdict(facts: VerdictFacts) -> views.VerdictView:
     """Return the verdict on an incident: state, cause, action, cost, next command."""
     text, commands = _next(facts)
     if facts.capsule_step >= 0:
         play = f"vitals repro {facts.run.run_id} {facts.capsule_step} --entry train.py:build"
         commands = (*commands, play)
     hang = _hang(facts)
-    return VerdictView(
-        incident_id=facts.incident_id,
+    return views.VerdictView(
+        incident_id=facts.incident.name,
         state=_one_line(verdict_state_line(facts)),
         is_hung=hang is not None,
         cause=_one_line(verdict_cause_line(facts)),
-        action=_one_line(verdict_action_line(facts.decisions, facts.restarts)),
+        action=_one_line(verdict_action_line(facts.incident.decisions, facts.incident.restarts)),
         cost=_one_line(_cost_with_waits(facts, hang)),
         before=_one_line(precedent_line(facts.precedent)),
         next=_one_line(text),
@@ -171,10 +155,10 @@ def verdict(facts: VerdictFacts) -> VerdictView:
     )
 
 
-def of_healthy(run: RunSummary) -> VerdictView:
+def of_healthy(run: views.RunSummary) -> views.VerdictView:
     """Return the verdict on a run without any incident."""
     commands = (f"vitals tail {run.run_id} --follow",) if run.state == "running" else ()
-    return VerdictView(state=f"{_run_state_text(run)}. No incidents.", commands=commands)
+    return views.VerdictView(state=f"{_run_state_text(run)}. No incidents.", commands=commands)
 
 
 def _one_line(text: str) -> str:
@@ -193,7 +177,8 @@ def verdict_state_line(facts: VerdictFacts) -> str:
     return f"{_run_state_text(facts.run)}. {incident_end_text(facts)}"
 
 
-def _run_state_text(run: RunSummary) -> str:
+def _run_state_text(run: views.RunSummary) -> str:
+    """Return the start of the verdict's line on the state: the run and its last step."""
     if run.state == "running":
         missing = f"; missing: {', '.join(run.missing)}" if run.missing else ""
         return f"Running at step {run.last_step:,}{missing}"
@@ -201,25 +186,25 @@ def _run_state_text(run: RunSummary) -> str:
 
 
 def incident_end_text(facts: VerdictFacts) -> str:
-    """Return whether the incident is over, and for how many healthy steps."""
-    decided = [view.decision for view in facts.decisions]
+    """Return the verdict's sentence on whether the incident is over, and for how long."""
+    decided = [view.decision for view in facts.incident.decisions]
     if facts.run.state == "halted" and any(d.action == "halt" and d.acted for d in decided):
-        return f"This incident stopped it; last bad step {facts.last:,}."
+        return f"This incident stopped it; last bad step {facts.incident.last:,}."
     if facts.is_open:
         if facts.run.state == "finished":
-            last = min(facts.last, facts.run.last_step)
+            last = min(facts.incident.last, facts.run.last_step)
             return f"Unresolved: no healthy step after step {last:,}."
-        return f"Open: last bad step {facts.last:,}."
+        return f"Open: last bad step {facts.incident.last:,}."
     if facts.next_onset >= 0:
-        healthy = facts.next_onset - facts.last - 1
+        healthy = facts.next_onset - facts.incident.last - 1
         until = f", until the next incident at step {facts.next_onset:,}"
     else:
-        healthy, until = facts.run.last_step - facts.last, ""
+        healthy, until = facts.run.last_step - facts.incident.last, ""
     if healthy < SETTLED_STEPS:
         steps = humanize_count(healthy, "healthy step") if healthy > 0 else "no healthy step"
-        return f"Last bad step {facts.last:,}, with {steps} after it{until}."
+        return f"Last bad step {facts.incident.last:,}, with {steps} after it{until}."
     steps = humanize_count(healthy, "healthy step")
-    return f"Resolved: {steps} since step {facts.last:,}{until}."
+    return f"Resolved: {steps} since step {facts.incident.last:,}{until}."
 
 
 # --------------------------------------------------------------------------------------- cause
@@ -232,9 +217,10 @@ def verdict_cause_line(facts: VerdictFacts) -> str:
     # rank that only lost its peer.
     texts = [_death(e, facts.run.world_size) for e in facts.events if _is_death(e)]
     if not sentences:
-        texts += [alert.summary for alert in facts.alerts]
-        texts += [_restart_text(each) for each in facts.restarts] + [e.text for e in facts.events]
-    if not sentences or facts.cause in DEATHS:
+        texts += [alert.summary for alert in facts.incident.alerts]
+        texts += [_restart_text(each) for each in facts.incident.restarts]
+        texts += [event.text for event in facts.events]
+    if not sentences or facts.incident.cause in DEATHS:
         first = [f"{capital(text.rstrip('.'))}." for text in texts[:1]]
         sentences = [*first, *sentences] or ["Not recorded."]
     more = len(sentences) - MAX_CAUSES
@@ -242,7 +228,7 @@ def verdict_cause_line(facts: VerdictFacts) -> str:
     if more > 0:
         parts.append(f"And {humanize_count(more, 'more finding')}.")
     if facts.precursor is not None:
-        parts.append(facts.precursor or f"No precursor before step {facts.onset:,}.")
+        parts.append(facts.precursor or f"No precursor before step {facts.incident.onset:,}.")
     return " ".join(parts)
 
 
@@ -260,6 +246,7 @@ class _CauseRecords:
     kind: str = ""
 
     def add(self, record: Finding | Decision) -> None:
+        """Add a finding or decision to the cause that the verdict names."""
         self.steps.add(record.step)
         self.reasons.append(record.reason)
         if record.rank >= 0 or isinstance(record, Finding):
@@ -269,20 +256,20 @@ class _CauseRecords:
 
 
 def _causes(facts: VerdictFacts) -> list[str]:
-    """Return a sentence for each cause: the root first, then those with an action."""
+    """Return the verdict's sentence for each cause: the root first, then those with an action."""
     triggers: dict[str, _CauseRecords] = {}
 
     def trigger(record: Finding | Decision, name: str) -> _CauseRecords:
         return triggers.setdefault(name, _CauseRecords(name, set(), set(), [], [], []))
 
-    for view in facts.findings:
+    for view in facts.incident.findings:
         name = view.finding.cause or view.finding.kind
         if view.finding.kind in _WAITS:  # a wait that pages is recorded twice
             name = f"wait for {view.finding.rank}"
         cause_text = trigger(view.finding, name)
         cause_text.kind = cause_text.kind or view.finding.kind
         cause_text.add(view.finding)
-    for decided in facts.decisions:
+    for decided in facts.incident.decisions:
         decision = decided.decision
         cause_text = trigger(decision, decision.cause or decision.rule)
         cause_text.is_acted_on |= decision.action != "continue"
@@ -291,33 +278,30 @@ def _causes(facts: VerdictFacts) -> list[str]:
             cause_text.add(decision)
     ordered = sorted(
         triggers.values(),
-        key=lambda each: (
-            each.name != facts.cause,
-            not each.is_acted_on,
-            min(each.steps),
-        ),
+        key=lambda each: (each.name != facts.incident.cause, not each.is_acted_on, min(each.steps)),
     )
     sentences = [_trigger_sentence(each) for each in ordered]
     root = ordered[0] if ordered else None
-    if root is not None and root.name == "nonfinite_params" == facts.cause and len(ordered) > 1:
-        found_by = f"before step {facts.onset:,}, found by the check {_steps(root.steps)}"
+    incident = facts.incident
+    if root is not None and root.name == "nonfinite_params" == incident.cause and len(ordered) > 1:
+        found_by = f"before step {incident.onset:,}, found by the check {_steps(root.steps)}"
         sentences[0] = sentences[0].replace(_steps(root.steps), found_by)
     return sentences
 
 
-def is_about_wait(event: EventView) -> bool:
-    """Return whether a wait ended by itself, or its job may not be restarted."""
+def is_about_wait(event: views.EventView) -> bool:
+    """Return whether an event in the verdict is about a wait: it ended, or forbids a restart."""
     return event.text.endswith(("[wait_over]", "[restart_budget]"))
 
 
-def _is_death(event: EventView) -> bool:
+def _is_death(event: views.EventView) -> bool:
     """Return whether an event in an incident is the end of a rank or of the run."""
     if event.kind == "RunEnded":
         return event.text.startswith("failed")
     return event.kind == "Note" and not is_about_wait(event)
 
 
-def _death(event: EventView, world_size: int) -> str:
+def _death(event: views.EventView, world_size: int) -> str:
     """Return the verdict's text on how a run ended, with the failed rank."""
     text = _CODE.sub("", event.text)
     is_of_rank = world_size > 1 and event.kind == "RunEnded" and event.source.startswith("rank:")
@@ -325,10 +309,12 @@ def _death(event: EventView, world_size: int) -> str:
 
 
 def _restart_text(restart: Restart) -> str:
+    """Return the verdict's sentence on a restart as a cause."""
     return f"The run ended after step {restart.last_step:,} and was restarted"
 
 
 def _trigger_sentence(trigger: _CauseRecords) -> str:
+    """Return the verdict's sentence on one cause: its values, limits, ranks and steps."""
     at = _steps(trigger.steps)
     # If all ranks had the fault, do not name the one that also reported it.
     ranks = [] if -1 in trigger.ranks else sorted(trigger.ranks)
@@ -350,16 +336,16 @@ def _trigger_sentence(trigger: _CauseRecords) -> str:
 
 
 def _nonfinite(trigger: _CauseRecords) -> str:
-    """Return NaN or Inf, from the values; otherwise from the reason."""
-    if not any(not math.isfinite(value) for value in trigger.values):
-        reasons = " ".join(trigger.reasons).casefold()
-        named = [word for word in ("nan", "inf") if re.search(rf"\b{word}\b", reasons)]
-        return {"nan": "NaN", "inf": "infinite"}[named[0]] if len(named) == 1 else "NaN or infinite"
+    """Return NaN or infinite for the verdict, from the values; otherwise from the reason."""
     kinds = {
         "NaN" if math.isnan(value) else "infinite"
         for value in trigger.values
         if not math.isfinite(value)
     }
+    if not kinds:
+        reasons = " ".join(trigger.reasons).casefold()
+        words = {"nan": "NaN", "inf": "infinite"}
+        kinds = {kind for word, kind in words.items() if re.search(rf"\b{word}\b", reasons)}
     return kinds.pop() if len(kinds) == 1 else "NaN or infinite"
 
 
@@ -384,7 +370,9 @@ _OBSERVED: dict[ActionName, str] = {
 }
 
 
-def verdict_action_line(decisions: Sequence[DecisionView], restarts: Sequence[Restart] = ()) -> str:
+def verdict_action_line(
+    decisions: Sequence[views.DecisionView], restarts: Sequence[Restart] = ()
+) -> str:
     """Return the verdict's line on the actions of Vitals, done or only observed."""
     if restarts:
         decided = verdict_action_line(decisions) if decisions else ""
@@ -418,7 +406,7 @@ def verdict_action_line(decisions: Sequence[DecisionView], restarts: Sequence[Re
 
 
 def _resumed(restart: Restart) -> str:
-    """Return a sentence about the step from which a restarted run continued."""
+    """Return the verdict's sentence on the step from which a restarted run continued."""
     if not restart.step:
         return (
             f"The restarted run counts from step 0; its last step had been {restart.last_step:,}. "
@@ -429,7 +417,7 @@ def _resumed(restart: Restart) -> str:
 
 
 def _observed_action_text(name: ActionName, same: Sequence[Decision]) -> str:
-    """Return the text on actions that mode ``observe`` only recorded."""
+    """Return the verdict's text on actions that mode ``observe`` only recorded."""
     if not same:
         return ""
     times = "" if len(same) == 1 or name == "skip_step" else f" {len(same)} times"
@@ -437,6 +425,7 @@ def _observed_action_text(name: ActionName, same: Sequence[Decision]) -> str:
 
 
 def _applied_action_text(name: ActionName, same: Sequence[Decision]) -> str:
+    """Return the verdict's text on actions that Vitals carried out."""
     if name == "skip_step":
         return (
             f"Skipped {humanize_count(len(same), 'update')} ({_steps(d.step for d in same)[3:]})."
@@ -445,6 +434,7 @@ def _applied_action_text(name: ActionName, same: Sequence[Decision]) -> str:
 
 
 def _single_action_text(decision: Decision) -> str:
+    """Return the verdict's sentence on one rollback, halt or other action."""
     if decision.action == "rollback":
         text = f"Rolled back to step {decision.rollback_to_step:,}"
         if decision.skip_batches:
@@ -477,7 +467,7 @@ def _cost_with_waits(facts: VerdictFacts, hang: _Hang | None) -> str:
     return f"{text} {waited}" if facts.lost.steps or facts.lost.down_seconds else waited
 
 
-def verdict_cost_line(lost: LostWork, world_size: int, idle_seconds: float = 0.0) -> str:
+def verdict_cost_line(lost: views.LostWork, world_size: int, idle_seconds: float = 0.0) -> str:
     """Return the verdict's line on the cost; unmeasured values are left out."""
     ranks = humanize_count(world_size, "rank")
     if lost.down_seconds:
@@ -500,10 +490,9 @@ def verdict_cost_line(lost: LostWork, world_size: int, idle_seconds: float = 0.0
         details.append(f"{lost.money:,.2f} at {lost.money / lost.gpu_hours:g} a GPU-hour")
     text = f"Lost work: {humanize_count(lost.steps, 'step')}"
     text += f" ({', '.join(details)})" if details else ""
-    dropped = (
-        f"; {humanize_count(lost.batches, 'batch', 'batches')} dropped" if lost.batches else ""
-    )
-    return f"{text}{dropped}."
+    if lost.batches:
+        text += f"; {humanize_count(lost.batches, 'batch', 'batches')} dropped"
+    return f"{text}."
 
 
 # -------------------------------------------------------------------------------------- before
@@ -532,11 +521,11 @@ def precedent_line(precedent: Precedent) -> str:
 def _next(facts: VerdictFacts) -> tuple[str, tuple[str, ...]]:
     """Return the verdict's recommended action and its commands: the next one first."""
     run = facts.run
-    report = f"vitals postmortem {run.run_id} --incident {shlex.quote(facts.incident_id)}"
-    why = f"vitals why {run.run_id} {max(facts.onset, 0)}"
-    names = [facts.cause]
-    names += [n for v in facts.findings for n in (v.finding.cause, v.finding.kind)]
-    todo = advice(names, run.run_id, facts.onset)
+    report = f"vitals postmortem {run.run_id} --incident {shlex.quote(facts.incident.name)}"
+    why = f"vitals why {run.run_id} {max(facts.incident.onset, 0)}"
+    names = [facts.incident.cause]
+    names += [n for v in facts.incident.findings for n in (v.finding.cause, v.finding.kind)]
+    todo = advice(names, run.run_id, facts.incident.onset)
     if run.state == "halted":
         where = shlex.quote(facts.run_dir) if facts.run_dir else run.run_id
         text = f"{todo or 'Fix the cause.'} Then resume, and restart the job with VITALS_RUN_ID="
@@ -545,12 +534,12 @@ def _next(facts: VerdictFacts) -> tuple[str, tuple[str, ...]]:
     if run.state in ("lost", "failed"):
         text = f"Check its nodes and its log, then restart with VITALS_RUN_ID={run.run_id}."
         return text, (f"vitals tail {run.run_id}", report)
-    if any(view.finding.kind == "unguarded" for view in facts.findings):
+    if any(view.finding.kind == "unguarded" for view in facts.incident.findings):
         text = "Fix the error that measuring ended with, or report it. Check the weights before "
         return f"{text}you use them: nothing checked these updates.", (why, report)
     if run.state != "running" and facts.is_open:
         text = "Check the weights before you use them, or use a checkpoint from before step "
-        return f"{text}{max(facts.onset, 0):,}. {todo}".rstrip(), (why, report)
+        return f"{text}{max(facts.incident.onset, 0):,}. {todo}".rstrip(), (why, report)
     if run.state != "running" and facts.is_lasting and todo:
         return todo, (why, report)
     if run.state != "running" or not facts.is_open:
@@ -566,7 +555,8 @@ def _open_incident_action(
     command = f"vitals command {run.run_id}"
     if run.missing:
         return f"Check {', '.join(run.missing)}, then restart the job.", (why, report)
-    decided = [view.decision for view in facts.decisions if view.decision.action != "continue"]
+    decisions = (view.decision for view in facts.incident.decisions)
+    decided = [decision for decision in decisions if decision.action != "continue"]
     newest = max(decided, key=lambda d: d.ledger_seq, default=None)
     waiting = None if newest is None or newest.acted else newest
     if waiting is not None and WAITS_UNTIL in waiting.evidence:
@@ -584,7 +574,7 @@ def _open_incident_action(
     if run.mode == "observe" and newest is not None:
         text = 'Vitals only observes this run: restart it with mode="guard" to have it act.'
         return text, (why, report)
-    machine = _suspect_machine_text(facts.findings)
+    machine = _suspect_machine_text(facts.incident.findings)
     if (hang := _hang(facts)) is not None:
         whose = f"{name_ranks(hang.ranks)} and its node" if hang.ranks else "every rank"
         text = f"Check {whose}; if it stays hung, end the job and restart it with"
@@ -594,8 +584,8 @@ def _open_incident_action(
     return todo or "Nothing to do yet: Vitals keeps watching.", (why, report)
 
 
-def _suspect_machine_text(findings: Sequence[FindingView]) -> str:
-    """Return the ranks that a finding about a machine names."""
+def _suspect_machine_text(findings: Sequence[views.FindingView]) -> str:
+    """Return the ranks that the verdict advises to check: findings name their machine."""
     ranks = {
         view.finding.rank
         for view in findings
@@ -609,33 +599,34 @@ def _suspect_machine_text(findings: Sequence[FindingView]) -> str:
 # ------------------------------------------------------------------------------------ timeline
 
 
-def incident_timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
-    """Return the events in a few lines, by time: first finding, actions, pages, the end."""
-    lines: list[TimelineEntry] = []
+def incident_timeline(facts: VerdictFacts) -> tuple[views.TimelineEntry, ...]:
+    """Return the verdict's timeline by time: first finding, actions, pages, the end."""
+    lines: list[views.TimelineEntry] = []
     if waits := _wait_findings(facts):
         lines.append(_timeline_entry(_wait_start_ns(waits), waits[0].finding.step, "Last progress"))
-    ours = [view for view in facts.findings if not view.finding.severity] or facts.findings
+    findings = facts.incident.findings
+    ours = [view for view in findings if not view.finding.severity] or findings
     if ours:
         first = min(ours, key=lambda view: (view.time_unix_ns, view.finding.step))
         text = f"Detected: {first.finding.reason}"
         lines.append(_timeline_entry(first.time_unix_ns, first.finding.step, text))
-    actions = [view for view in facts.decisions if view.decision.action != "continue"]
+    actions = [view for view in facts.incident.decisions if view.decision.action != "continue"]
     for (name, acted), same in groupby(actions, lambda v: (v.decision.action, v.decision.acted)):
-        views = list(same)
+        group = list(same)
         if acted and name != "skip_step":
             lines += [
                 _timeline_entry(v.time_unix_ns, v.decision.step, _single_action_text(v.decision))
-                for v in views
+                for v in group
             ]
             continue
-        decided = [view.decision for view in views]
+        decided = [view.decision for view in group]
         text = (
             _applied_action_text(name, decided)
             if acted
             else f"Would have {_observed_action_text(name, decided)}."
         )
-        lines.append(_timeline_entry(views[0].time_unix_ns, decided[0].step, text))
-    for alert in facts.alerts:
+        lines.append(_timeline_entry(group[0].time_unix_ns, decided[0].step, text))
+    for alert in facts.incident.alerts:
         if alert.severity == "page":
             text = f"Paged: {alert.title}"
             lines.append(_timeline_entry(alert.started_unix_ns, alert.step, text))
@@ -643,7 +634,8 @@ def incident_timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
             text = f"{alert.title} acknowledged by {alert.acknowledged_by}"
             lines.append(_timeline_entry(alert.updated_unix_ns, alert.step, text))
     lines += [
-        _timeline_entry(each.started_unix_ns, each.step, _resumed(each)) for each in facts.restarts
+        _timeline_entry(each.started_unix_ns, each.step, _resumed(each))
+        for each in facts.incident.restarts
     ]
     notes = [e for e in facts.events if e.text.endswith("[rank_gone]") or is_about_wait(e)]
     lines += [
@@ -659,26 +651,13 @@ def incident_timeline(facts: VerdictFacts) -> tuple[TimelineEntry, ...]:
     if more <= 0:
         return tuple(lines)
     middle = lines[MAX_TIMELINE // 2]
-    left_out = TimelineEntry(
+    left_out = views.TimelineEntry(
         time_unix_ns=middle.time_unix_ns, step=-1, text=f"and {more + 1} more lines"
     )
     half = MAX_TIMELINE // 2
     return (*lines[:half], left_out, *lines[-(MAX_TIMELINE - half - 1) :])
 
 
-def _timeline_entry(time_unix_ns: int, step: int, text: str) -> TimelineEntry:
-    return TimelineEntry(time_unix_ns=time_unix_ns, step=step, text=_one_line(text))
-
-
-__all__ = [
-    *(
-        "Precedent",
-        "VerdictFacts",
-        "verdict_action_line",
-        "precedent_line",
-        "verdict_cause_line",
-        "verdict_cost_line",
-        "incident_end_text",
-    ),
-    *("is_about_wait", "of_healthy", "verdict_state_line", "incident_timeline", "verdict"),
-]
+def _timeline_entry(time_unix_ns: int, step: int, text: str) -> views.TimelineEntry:
+    """Return a line of the verdict's timeline."""
+    return views.TimelineEntry(time_unix_ns=time_unix_ns, step=step, text=_one_line(text))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from trainvitals import records, views
 from trainvitals.detect.posttraining.charts import quantity_charts
 from trainvitals.detect.posttraining.set import WATCHERS
 from trainvitals.errors import UsageError
@@ -16,68 +17,32 @@ from trainvitals.hindsight import HINDSIGHT_WORDS
 from trainvitals.io.completions import Completion, completions_of
 from trainvitals.io.sample_ids import samples_of
 from trainvitals.printable import printable
-from trainvitals.records import (
-    BAD_GRADIENTS,
-    BAD_LOSS,
-    CLIPS,
-    COMMANDED,
-    LOSS_OUTLIER,
-    NO_GRADIENT,
-    NONFINITE_STATE,
-    NORM_OUTLIER,
-    OVERFLOW,
-    RANK_FAILED,
-    REPLICAS_DIFFER,
-    SETTINGS_DIFFER,
-    SNAPSHOT_MISSED,
-    WITHHELD,
-    BatchNoted,
-    action_text,
-)
 from trainvitals.units import humanize_count, name_ranks
-from trainvitals.views import (
-    DecisionsQuestion,
-    DecisionView,
-    EventsQuestion,
-    EventView,
-    FindingsQuestion,
-    FindingView,
-    IncidentLine,
-    RunDetail,
-    RunQuestion,
-    RunSummary,
-    SeriesQuestion,
-    SeriesReply,
-    StacksQuestion,
-    StacksView,
-    StepData,
-    StepQuestion,
-    StepRow,
-    StepView,
-    VerdictQuestion,
-)
 from vitals_collector.ingest.projections import describe_samples
 from vitals_collector.queries.open import Reader
 from vitals_collector.queries.stacks import capital, wait_stacks_text
 from vitals_collector.queries.user_alerts import UserAlertEpisode, user_alert_episodes
 
 _VERDICT = (
-    (BAD_LOSS | BAD_GRADIENTS, "the loss and the gradients were not finite"),
-    (BAD_LOSS, "the loss was not finite"),
-    (BAD_GRADIENTS, "the gradients were not finite"),
-    (LOSS_OUTLIER | NORM_OUTLIER, "the loss and the gradient norm were above their limits"),
-    (LOSS_OUTLIER, "the loss was above its limit"),
-    (NORM_OUTLIER, "the gradient norm was above its limit"),
-    (OVERFLOW, "the loss scaler overflowed"),
-    (RANK_FAILED, "a rank could not measure the step"),
-    (NO_GRADIENT, "all gradients were exactly 0"),
-    (NONFINITE_STATE, "optimizer state or buffers were not finite"),
-    (REPLICAS_DIFFER, "parameters or optimizer state differed between ranks"),
-    (SETTINGS_DIFFER, "settings differed between ranks"),
-    (SNAPSHOT_MISSED, "a snapshot could not be taken"),
-    (COMMANDED, "skipped by a manual command"),
+    (records.BAD_LOSS | records.BAD_GRADIENTS, "the loss and the gradients were not finite"),
+    (records.BAD_LOSS, "the loss was not finite"),
+    (records.BAD_GRADIENTS, "the gradients were not finite"),
+    (
+        records.LOSS_OUTLIER | records.NORM_OUTLIER,
+        "the loss and the gradient norm were above their limits",
+    ),
+    (records.LOSS_OUTLIER, "the loss was above its limit"),
+    (records.NORM_OUTLIER, "the gradient norm was above its limit"),
+    (records.OVERFLOW, "the loss scaler overflowed"),
+    (records.RANK_FAILED, "a rank could not measure the step"),
+    (records.NO_GRADIENT, "all gradients were exactly 0"),
+    (records.NONFINITE_STATE, "optimizer state or buffers were not finite"),
+    (records.REPLICAS_DIFFER, "parameters or optimizer state differed between ranks"),
+    (records.SETTINGS_DIFFER, "settings differed between ranks"),
+    (records.SNAPSHOT_MISSED, "a snapshot could not be taken"),
+    (records.COMMANDED, "skipped by a manual command"),
 )
-_NOT_FINITE = BAD_LOSS | BAD_GRADIENTS
+_NOT_FINITE = records.BAD_LOSS | records.BAD_GRADIENTS
 
 _OF_POST_TRAINING = frozenset(watcher.name for watcher in WATCHERS)
 """Kinds of findings about the scalars of a post-training run."""
@@ -91,37 +56,39 @@ FOLLOWING = 8
 class StepFacts:
     """Everything that the explanation of a step needs."""
 
-    run: RunSummary
-    detail: RunDetail
-    view: StepView
-    decisions: Sequence[DecisionView]
-    findings: Sequence[FindingView]
-    notes: Sequence[EventView]
-    incidents: Sequence[IncidentLine]
-    stacks: Sequence[StacksView]
-    after: SeriesReply | None
-    quantities: Sequence[SeriesReply] = ()
+    run: views.RunSummary
+    detail: views.RunDetail
+    view: views.StepView
+    decisions: Sequence[views.DecisionView]
+    findings: Sequence[views.FindingView]
+    notes: Sequence[views.EventView]
+    incidents: Sequence[views.IncidentLine]
+    stacks: Sequence[views.StacksView]
+    after: views.SeriesReply | None
+    quantities: Sequence[views.SeriesReply] = ()
     """Quantities of a post-training run, up to the step."""
 
 
-def gather_step(reader: Reader, run: RunSummary, step: int, *, with_text: bool = True) -> StepFacts:
-    """Return the data of a step; without ``with_text``, omit the losses of the following steps.
+def gather_step(
+    reader: Reader, run: views.RunSummary, step: int, *, with_text: bool = True
+) -> StepFacts:
+    """Query everything that explains a step; without ``with_text``, no following losses.
 
     Raises:
         UsageError: nothing is stored about the step.
     """
-    view = reader.ask(StepQuestion(run_id=run.run_id, step=step))
+    view = reader.ask(views.StepQuestion(run_id=run.run_id, step=step))
     if not (view.rows or view.findings or view.decisions):
         raise UsageError(
             f"no rows are stored for step {step}; the last step of {run.run_id} is {run.last_step}",
             hint="`vitals tail RUN` shows the latest steps",
         )
-    detail = reader.ask(RunQuestion(run_id=run.run_id))
+    detail = reader.ask(views.RunQuestion(run_id=run.run_id))
     has_waits = any(entry.finding.kind == "waiting" for entry in view.findings)
     after = None
     if with_text and "steps.loss" in detail.metrics:
         after = reader.ask(
-            SeriesQuestion(
+            views.SeriesQuestion(
                 run_id=run.run_id,
                 metric=loss_of(view),
                 from_step=step + 1,
@@ -132,32 +99,32 @@ def gather_step(reader: Reader, run: RunSummary, step: int, *, with_text: bool =
         run=run,
         detail=detail,
         view=view,
-        decisions=reader.ask(DecisionsQuestion(run_id=run.run_id)),
-        findings=reader.ask(FindingsQuestion(run_id=run.run_id)),
-        notes=reader.ask(EventsQuestion(run_id=run.run_id, kind="Note")),
-        incidents=reader.ask(VerdictQuestion(run_id=run.run_id)).incidents,
-        stacks=reader.ask(StacksQuestion(run_id=run.run_id)) if has_waits else (),
+        decisions=reader.ask(views.DecisionsQuestion(run_id=run.run_id)),
+        findings=reader.ask(views.FindingsQuestion(run_id=run.run_id)),
+        notes=reader.ask(views.EventsQuestion(run_id=run.run_id, kind="Note")),
+        incidents=reader.ask(views.VerdictQuestion(run_id=run.run_id)).incidents,
+        stacks=reader.ask(views.StacksQuestion(run_id=run.run_id)) if has_waits else (),
         after=after,
         quantities=_read_quantities(reader, detail, step) if with_text else (),
     )
 
 
-def _read_quantities(reader: Reader, detail: RunDetail, step: int) -> list[SeriesReply]:
-    """Return the quantities of a post-training run up to a step, in the order of its page."""
+def _read_quantities(reader: Reader, detail: views.RunDetail, step: int) -> list[views.SeriesReply]:
+    """Query the quantities of a post-training run up to the explained step, in page order."""
     charts = quantity_charts(detail.info.task, detail.metrics)
-    first = max(0, step - _LOGGED_WITHIN)
-    run_id = detail.summary.run_id
-    return [
-        reader.ask(
-            SeriesQuestion(run_id=run_id, metric=metric, from_step=first, to_step=step, points=100)
+    first, run_id = max(0, step - _LOGGED_WITHIN), detail.summary.run_id
+    questions = [
+        views.SeriesQuestion(
+            run_id=run_id, metric=metric, from_step=first, to_step=step, points=100
         )
         for chart in charts
         for _, metric in chart.lines
     ]
+    return [reader.ask(question) for question in questions]
 
 
 def step_text(facts: StepFacts) -> str:
-    """Return the explanation of a step, its incident, stacks and traces."""
+    """Return the text that explains a step, with its incident, stacks and traces."""
     run, step = facts.run, facts.view.step
     alerts = user_alert_episodes(raised.finding for raised in facts.findings)
     of_task = PostTrainingStep(
@@ -178,7 +145,7 @@ def step_text(facts: StepFacts) -> str:
 
 
 class PostTrainingStep(NamedTuple):
-    """Sentences about a step that only a post-training run has."""
+    """Sentences that `vitals why` adds about a step of a post-training run."""
 
     quantities: str = ""
     begun: Sequence[str] = ()
@@ -186,7 +153,7 @@ class PostTrainingStep(NamedTuple):
 
     @property
     def sentences(self) -> list[str]:
-        """All of them: they come first, because the loss of such a run says little."""
+        """Return all sentences about the step: they come first, as its loss says little."""
         return [text for text in (self.quantities, *self.begun) if text]
 
 
@@ -194,22 +161,17 @@ _OTHER_RUN = PostTrainingStep()
 
 
 def explain_step(
-    run: RunSummary,
-    view: StepView,
-    ledger: Sequence[DecisionView],
-    after: SeriesReply | None = None,
+    run: views.RunSummary,
+    view: views.StepView,
+    ledger: Sequence[views.DecisionView],
+    after: views.SeriesReply | None = None,
     alerts: Sequence[UserAlertEpisode] = (),
     of_task: PostTrainingStep = _OTHER_RUN,
 ) -> str:
-    """Return the paragraph: one part for each attempt that trained the step.
+    """Explain a step in a paragraph: one part for each attempt that trained it.
 
-    Args:
-        run: run of the step.
-        view: data of the step.
-        ledger: all decisions of the run.
-        after: losses of the ``FOLLOWING`` steps, if known.
-        alerts: custom alerts that the run raised.
-        of_task: what only a post-training run has.
+    ``ledger`` and ``alerts`` are all of the run; ``after`` are the losses of ``FOLLOWING`` steps.
+    ``of_task`` is what only a post-training run has.
     """
     attempts = sorted({row.attempt for row in view.rows})
     times = {attempt: ordinal for ordinal, attempt in enumerate(attempts, start=1)}
@@ -223,12 +185,17 @@ def explain_step(
     reasons = " ".join(entry.decision.reason for entry in view.decisions)
     # A decision quotes its finding: nothing is repeated.
     ours = [e for e in without_waits(view.findings) if not e.finding.severity]
-    parts += [_finding_sentence(entry) for entry in ours if entry.finding.reason not in reasons]
+    for finding in (entry.finding for entry in ours):
+        level_note = " (advisory)" if finding.level == "advisory" else ""
+        if finding.reason not in reasons:
+            parts.append(f"Finding{level_note}: {finding.reason}.")
     own_alerts = [a.text for a in alerts if a.onset <= view.step <= a.last]
     parts += own_alerts
     parts += [f"{reading.text}." for reading in view.readings]
     for entry in view.decisions:
-        parts += [decision_sentence(entry), *_lost_work_sentences(entry)]
+        parts.append(decision_sentence(entry))
+        if entry.decision.acted and entry.decision.cost_steps > 1:
+            parts.append(f"Lost work: {entry.decision.cost_steps} steps.")
     if attempts and not (view.findings or view.decisions or own_alerts or of_task.begun):
         parts.append("No findings at this step.")
         parts += _nearest(view.step, ledger)
@@ -247,8 +214,8 @@ def explain_step(
     return fill(printable(text), width=96, break_long_words=False)
 
 
-def quantities_text(replies: Sequence[SeriesReply], step: int) -> str:
-    """Return the latest values of a post-training run's quantities; "" without any."""
+def quantities_text(replies: Sequence[views.SeriesReply], step: int) -> str:
+    """List the values that a post-training run had logged at the explained step; "" without."""
     texts = []
     for reply in replies:
         logged = [
@@ -263,8 +230,8 @@ def quantities_text(replies: Sequence[SeriesReply], step: int) -> str:
     return f"Logged: {', '.join(texts)}." if texts else ""
 
 
-def _begun_here(findings: Sequence[FindingView], step: int) -> list[str]:
-    """Return the post-training problems that began at a step and were certain only later."""
+def _begun_here(findings: Sequence[views.FindingView], step: int) -> list[str]:
+    """Name the post-training problems that began at the explained step, reported later."""
     raised = (view.finding for view in findings)
     return [
         f"Began here, reported at step {finding.step}: {finding.reason}."
@@ -273,12 +240,12 @@ def _begun_here(findings: Sequence[FindingView], step: int) -> list[str]:
     ]
 
 
-def without_waits(views: Sequence[FindingView]) -> list[FindingView]:
-    """Leave out waits that a hang with the same text followed."""
-    hangs = {(v.finding.step, v.finding.rank) for v in views if v.finding.kind == "hang"}
+def without_waits(findings: Sequence[views.FindingView]) -> list[views.FindingView]:
+    """Leave out findings on waits that the explanation of a later hang repeats."""
+    hangs = {(v.finding.step, v.finding.rank) for v in findings if v.finding.kind == "hang"}
     return [
         view
-        for view in views
+        for view in findings
         if view.finding.kind != "waiting" or (view.finding.step, view.finding.rank) not in hangs
     ]
 
@@ -287,8 +254,8 @@ _NEAR = 100
 """Maximum distance of a trace, in steps."""
 
 
-def profiles_near(events: Sequence[EventView], step: int) -> str:
-    """Return the paths of traces of about this step, one line each."""
+def profiles_near(events: Sequence[views.EventView], step: int) -> str:
+    """Return the paths of traces near the explained step, one line each."""
     near = [e for e in events if e.profile and abs(e.step - step) <= _NEAR]
     lines = [
         f"{capital(e.source.replace(':', ' '))}, until step {e.step}: {e.profile}" for e in near
@@ -297,13 +264,14 @@ def profiles_near(events: Sequence[EventView], step: int) -> str:
 
 
 def _attempt_label(ordinal: int, num: int) -> str:
+    """Return the name of an attempt in the explanation of a step, such as first."""
     ordinals = ("First", "Second", "Third")
     name = f"{ordinals[ordinal - 1]} attempt" if ordinal <= len(ordinals) else f"Attempt {ordinal}"
     return name if ordinal == num else f"{name} (discarded)"
 
 
-def _rank_loss_range(view: StepView, attempt: int) -> list[str]:
-    """Return the range of the ranks' losses, if rows of ranks are left."""
+def _rank_loss_range(view: views.StepView, attempt: int) -> list[str]:
+    """Explain how the ranks' losses of a step differ, if rows of ranks are stored."""
     losses: dict[int, float] = {}
     for row in view.rows:
         if row.attempt != attempt or not row.source.startswith("rank:"):
@@ -326,8 +294,8 @@ def _rank_loss_range(view: StepView, attempt: int) -> list[str]:
     return [f"Per-rank loss {least:.6g} to {most:.6g} (highest: rank {where})."]
 
 
-def _nearest(step: int, ledger: Sequence[DecisionView]) -> list[str]:
-    """Return the sentence on the decision closest to a step that has none."""
+def _nearest(step: int, ledger: Sequence[views.DecisionView]) -> list[str]:
+    """Explain, for a step without a decision, which decision is closest to it."""
     nearest = min(
         (entry.decision for entry in ledger), key=lambda d: abs(d.step - step), default=None
     )
@@ -339,8 +307,8 @@ def _nearest(step: int, ledger: Sequence[DecisionView]) -> list[str]:
     return [f"No action; the nearest is {nearest.action} at step {nearest.step}, {distance}."]
 
 
-def _later_losses_line(after: SeriesReply | None) -> list[str]:
-    """Return the later losses, on the attempt of the lineage."""
+def _later_losses_line(after: views.SeriesReply | None) -> list[str]:
+    """Explain what followed a step: the later losses on the attempt of the lineage."""
     if after is None or not after.num_total:
         return []
     finite = [value for value in after.value if value is not None]
@@ -356,7 +324,7 @@ def _later_losses_line(after: SeriesReply | None) -> list[str]:
     return [f"{text}not finite in any."]
 
 
-def with_kept_samples(view: StepView, *run_dirs: str | Path) -> StepView:
+def with_kept_samples(view: views.StepView, *run_dirs: str | Path) -> views.StepView:
     """Add the samples that the run directory stores for every step; the first match is read."""
     paths = (Path(path) for path in run_dirs)
     run_dir = next((p for p in paths if p.name == view.run_id and p.is_dir()), None)
@@ -366,7 +334,7 @@ def with_kept_samples(view: StepView, *run_dirs: str | Path) -> StepView:
     for line in samples_of(run_dir, view.step):
         key = (f"rank:{line.rank}", line.attempt)
         noted = data.get(key)
-        batch = BatchNoted(
+        batch = records.BatchNoted(
             epoch=line.epoch,
             first_batch=line.first_batch,
             num_batches=line.num_batches,
@@ -374,12 +342,12 @@ def with_kept_samples(view: StepView, *run_dirs: str | Path) -> StepView:
             num_samples=len(line.sample_ids),
             file="" if noted is None else noted.batch.file,
         )
-        data[key] = StepData(source=key[0], attempt=key[1], batch=batch)
+        data[key] = views.StepData(source=key[0], attempt=key[1], batch=batch)
     return replace(view, data=tuple(data[key] for key in sorted(data)))
 
 
-def completions_text(run_dirs: Sequence[Path], view: StepView) -> str:
-    """Return the stored completions of a step in its run directory, as text; "" without any.
+def completions_text(run_dirs: Sequence[Path], view: views.StepView) -> str:
+    """Return the text of the completions that the run stored for a step; "" without any.
 
     They are read from the disk of this machine: a collector has none.
     """
@@ -406,12 +374,12 @@ def completions_text(run_dirs: Sequence[Path], view: StepView) -> str:
 
 
 def _text_block(name: str, text: str) -> list[str]:
-    """Return the lines of a text below its name, without control characters."""
+    """Return the lines of a prompt or completion below a name, without control characters."""
     return [f"  {name}:", *(f"    {printable(line)}" for line in text.splitlines())]
 
 
-def of_attempt(view: StepView, attempt: int) -> str:
-    """Return the text on a step in one attempt: values, limits, verdict, outcome."""
+def of_attempt(view: views.StepView, attempt: int) -> str:
+    """Explain a step in one attempt: values, limits, verdict, outcome."""
     rows = [row for row in view.rows if row.attempt == attempt]
     head = next((row for row in rows if row.source == "rank:0"), rows[0])
     values = head.values
@@ -439,19 +407,19 @@ def of_attempt(view: StepView, attempt: int) -> str:
         outcome = " and ".join(verdict) + so + outcome
     clauses.append(outcome)
     culprit = int(values.get("culprit_rank", -1) or 0)
-    if bits & ~CLIPS and culprit >= 0:
+    if bits & ~records.CLIPS and culprit >= 0:
         clauses.append(f"caused by rank {culprit}{_culprit_details(rows, culprit)}")
     return clauses[0] + ". " + " ".join(f"{text[:1].upper()}{text[1:]}." for text in clauses[1:])
 
 
-def stepped_optimizer(row: StepRow) -> str:
-    """Return the name of the only optimizer that the step moved; "" if it moved all."""
+def stepped_optimizer(row: views.StepRow) -> str:
+    """Return the only optimizer that the explained step moved; "" if it moved all."""
     names = [name.partition("/")[2] for name in row.values if name.startswith("skipped/")]
     return names[0] if names else ""
 
 
-def loss_of(view: StepView) -> str:
-    """Return the series of the step's loss."""
+def loss_of(view: views.StepView) -> str:
+    """Return the series of loss that a query about the step uses."""
     turn = next(filter(None, map(stepped_optimizer, view.rows)), "")
     return f"scalars.loss/{turn}" if turn else "steps.loss"
 
@@ -461,7 +429,7 @@ _MAX_RATES = 4
 
 
 def learning_rates(values: Mapping[str, float | int | None]) -> str:
-    """Return the learning rates of a step's row as text: of all parameter groups."""
+    """Return the learning rates in the explanation of a step: of all parameter groups."""
     groups = [name for name in values if name.partition(".")[0] == "learning_rate"]
     groups.sort(key=lambda name: int(name.partition(".")[2] or 0))
     rates = [rate for name in groups if (rate := values[name]) is not None]
@@ -474,16 +442,24 @@ def learning_rates(values: Mapping[str, float | int | None]) -> str:
 
 
 def _update_outcome(bits: int, *, is_skipped: bool) -> str:
-    """Return the outcome of the update: an applied update was not skipped, outlier or not."""
+    """Explain what became of a step's update: applied, clipped, skipped or withheld."""
     if is_skipped:
-        return "withheld" if bits & WITHHELD and not bits & (_NOT_FINITE | OVERFLOW) else "skipped"
-    if bits & (LOSS_OUTLIER | NORM_OUTLIER) and bits & CLIPS and not bits & WITHHELD:
+        return (
+            "withheld"
+            if bits & records.WITHHELD and not bits & (_NOT_FINITE | records.OVERFLOW)
+            else "skipped"
+        )
+    if (
+        bits & (records.LOSS_OUTLIER | records.NORM_OUTLIER)
+        and bits & records.CLIPS
+        and not bits & records.WITHHELD
+    ):
         return "applied after clipping"
     return "applied"
 
 
-def _rolled_up_notes(view: StepView) -> list[str]:
-    """Return a note on attempts whose rows of most ranks were rolled up, with the known totals."""
+def _rolled_up_notes(view: views.StepView) -> list[str]:
+    """Explain for which attempts of a step most ranks' rows were rolled up, with totals."""
     sentences = []
     for over in view.over_ranks:
         of_attempt = [row for row in view.rows if row.attempt == over.attempt]
@@ -498,8 +474,8 @@ def _rolled_up_notes(view: StepView) -> list[str]:
     return sentences
 
 
-def _culprit_details(rows: Sequence[StepRow], rank: int) -> str:
-    """Return the loss and batch of the rank with the bad value, as text."""
+def _culprit_details(rows: Sequence[views.StepRow], rank: int) -> str:
+    """Explain the bad value of a step by its rank's loss and batch."""
     row = next((row for row in rows if row.source == f"rank:{rank}"), None)
     if row is None:
         return ""
@@ -512,8 +488,8 @@ def _culprit_details(rows: Sequence[StepRow], rank: int) -> str:
     return f" ({', '.join(clauses)})" if clauses else ""
 
 
-def samples_sentence(step_data: StepData, tells_attempt: bool) -> str:
-    """Return the samples that a rank trained on."""
+def samples_sentence(step_data: views.StepData, tells_attempt: bool) -> str:
+    """Explain in a sentence which batches and samples a rank trained on in a step."""
     batch = step_data.batch
     sentence = step_data.source.replace(":", " ") + (
         f" in attempt {step_data.attempt}" if tells_attempt else ""
@@ -525,7 +501,8 @@ def samples_sentence(step_data: StepData, tells_attempt: bool) -> str:
     return sentence + (f"; saved in {batch.file}." if batch.file else ".")
 
 
-def _format_value(row: StepRow, name: str) -> str:
+def _format_value(row: views.StepRow, name: str) -> str:
+    """Return a value of the explained step as text; NaN and infinity by name."""
     for mark in row.nonfinite:
         if mark.startswith(f"{name}="):
             return mark.partition("=")[2].replace("nan", "NaN")
@@ -533,20 +510,15 @@ def _format_value(row: StepRow, name: str) -> str:
     return "not measured" if value is None else f"{value:.6g}"
 
 
-def _limit_text(row: StepRow, name: str) -> str:
+def _limit_text(row: views.StepRow, name: str) -> str:
+    """Return the limit of a value in the explanation of a step."""
     return f" (limit {_format_value(row, name)})" if name in row.values else " (no limit yet)"
 
 
-def _finding_sentence(view: FindingView) -> str:
-    finding = view.finding
-    level_note = " (advisory)" if finding.level == "advisory" else ""
-    return f"Finding{level_note}: {finding.reason}."
-
-
-def decision_sentence(view: DecisionView) -> str:
-    """Return the decision, its rule, the reason, and the remaining budget."""
+def decision_sentence(view: views.DecisionView) -> str:
+    """Explain a decision in sentences: action, rule, reason and remaining budget."""
     decision = view.decision
-    text = action_text(decision)
+    text = records.action_text(decision)
     parts = [f"Action: {text} (rule: {decision.rule}): {decision.reason}."]
     if decision.lr_factor != 1.0:
         parts.append(f"The learning rate was multiplied by {decision.lr_factor:g}.")
@@ -559,14 +531,8 @@ def decision_sentence(view: DecisionView) -> str:
     return " ".join(parts)
 
 
-def _lost_work_sentences(view: DecisionView) -> list[str]:
-    decision = view.decision
-    is_costly = decision.acted and decision.cost_steps > 1
-    return [f"Lost work: {decision.cost_steps} steps."] if is_costly else []
-
-
-def _rolled_back(step: int, ledger: Sequence[DecisionView]) -> list[str]:
-    """Name the rollbacks about other steps that discarded this one."""
+def _rolled_back(step: int, ledger: Sequence[views.DecisionView]) -> list[str]:
+    """Explain which rollbacks about other steps discarded the step."""
     return [
         f"This step was discarded: the rollback for step {entry.decision.step} went back to step "
         f"{entry.decision.rollback_to_step}."

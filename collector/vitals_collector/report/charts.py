@@ -21,18 +21,18 @@ class CurvePlot:
 
     @property
     def note(self) -> str:
-        """Legend of the curves."""
+        """Return the legend of the plotted curves for an HTML report."""
         return svg_plot.legend(self.marks)
 
     def to_figure(self) -> Node:
-        """Return the curve as SVG."""
+        """Plot the curve with its decisions as SVG for an HTML report."""
         caption = make_element("figcaption", svg_plot.caption(self.curve))
         return make_element(
             "figure", caption, svg_plot.draw_curve(self.curve, self.marks, self.spans)
         )
 
     def to_blocks(self) -> list[TextBlock]:
-        """Return the curve, drawn with characters."""
+        """Plot the curve with characters for a report in text or Markdown."""
         first, last = self.curve.span
         shown = [mark for mark in self.marks if first <= mark.step <= last]
         lines = text_plot.draw(self.curve, self.marks, width=100)
@@ -49,7 +49,7 @@ class HeatMap:
     note: ClassVar[str] = ""
 
     def to_figure(self) -> Node:
-        """Return the heat map as SVG."""
+        """Plot the heat map as SVG for an HTML report."""
         reply = self.reply
         scale = svg_plot.shades(reply)
         low, high = scale.ticks()[0], scale.ticks()[-1]
@@ -64,7 +64,7 @@ class HeatMap:
         return make_element("figure", caption, svg_plot.draw_cells(reply, self.onset_step))
 
     def to_blocks(self) -> list[TextBlock]:
-        """Return each row's maximum, its step, and whether all of its values are finite."""
+        """Return the heat map as a table for text reports: each row's extremes and its step."""
         reply = self.reply
         lost = {row for row, _ in reply.nonfinite}
         rows = []
@@ -80,7 +80,7 @@ class HeatMap:
         return [TableBlock(header, rows), *map(Paragraph, notes)]
 
     def _rollbacks(self) -> str:
-        """Return a note on discarded steps; "" without any."""
+        """Return the note on discarded steps below a report's heat map; "" without any."""
         if self.reply.rolled_back is None:
             return ""
         first, last = self.reply.rolled_back

@@ -34,7 +34,7 @@ class PlotColumn:
     num_nonfinite: int = 0
 
     def add(self, value: float) -> None:
-        """Add a value; non-finite values are counted."""
+        """Add a value to a column of the plot; non-finite values are counted."""
         if math.isfinite(value):
             self.low, self.high = min(self.low, value), max(self.high, value)
         else:
@@ -42,7 +42,7 @@ class PlotColumn:
 
     @property
     def has_value(self) -> bool:
-        """Whether any value was finite."""
+        """Return whether the column of the plot has any finite value."""
         return self.low <= self.high
 
 
@@ -56,18 +56,19 @@ class ValueScale:
         self.is_log = self._low > 0.0 and self._high / LOG_FROM > self._low
 
     def part(self, value: float) -> float:
-        """Return the position of the value on the axis, 0 to 1."""
+        """Return the position of the value on the axis of a plot in text or SVG, 0 to 1."""
         low, high = self._scaled_value(self._low), self._scaled_value(self._high)
         part = (self._scaled_value(value) - low) / (high - low) if high > low else 0.5
         return min(max(part, 0.0), 1.0)
 
     def ticks(self) -> list[float]:
-        """Return the tick values of the axis, in ascending order."""
+        """Return the tick values on the axis of a plot in text or SVG, in ascending order."""
         if not self.is_log:
             return list(dict.fromkeys((self._low, self._low / 2 + self._high / 2, self._high)))
         return [self._low, math.sqrt(self._low) * math.sqrt(self._high), self._high]
 
     def _scaled_value(self, value: float) -> float:
+        """Return the value as the axis of the plot places it: its logarithm if it is log."""
         # Halve each first, so that the difference of two floats cannot overflow.
         return math.log(max(value, self._low)) if self.is_log else value / 2
 
@@ -80,7 +81,7 @@ METRICS = {"steps.loss": "loss", "steps.grad_norm": "gradient norm"}
 
 
 def plotted_metrics(task: str, metrics: Collection[str]) -> dict[str, str]:
-    """Return the metrics to plot and their labels; in a post-training run the loss comes last.
+    """Return the metrics to plot for a stored run, with labels; post-training: the loss last.
 
     Args:
         task: kind of the run; empty: any other run.
@@ -129,14 +130,14 @@ class PlottedCurve:
 
     @property
     def span(self) -> tuple[int, int]:
-        """First and last step with a value."""
+        """Return the first and last step with a value: the ends of the plot."""
         steps = [*self.series.step, *(mark.step for mark in self.series.nonfinite)]
         if self.discarded is not None:
             steps += self.discarded.step
         return (min(steps), max(steps)) if steps else (0, 0)
 
     def discarded_columns(self, num: int) -> list[dict[int, PlotColumn]]:
-        """Return the columns of each discarded attempt."""
+        """Return the plot's columns of each discarded attempt."""
         series = self.discarded
         if series is None:
             return []
@@ -145,7 +146,7 @@ class PlottedCurve:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to draw."""
+        """Return whether the curve has nothing to plot."""
         return not (self.series.step or self.series.nonfinite)
 
 
@@ -155,7 +156,7 @@ def curves(
     from_step: int | None = None,
     to_step: int | None = None,
 ) -> tuple[PlottedCurve, ...]:
-    """Return the curves of a run for plots: loss, gradient norm, and those of post-training."""
+    """Query the curves of a stored run for plots: loss, gradient norm, post-training."""
     run_id, metrics = detail.summary.run_id, detail.metrics
 
     def ask(metric: str, branch: Branch = "lineage") -> SeriesReply | None:
@@ -190,12 +191,12 @@ def curves(
 
 
 def decision_marks(ledger: Sequence[DecisionView]) -> tuple[CurveMark, ...]:
-    """Return a mark for each decision, at the step it is about."""
+    """Return a mark on the plotted curves for each decision, at the step it is about."""
     return tuple(decision_mark(view.decision) for view in ledger)
 
 
 def decision_mark(decision: Decision) -> CurveMark:
-    """Return the mark of a decision."""
+    """Return the mark of a decision on a plot in the terminal or a file."""
     return CurveMark(
         step=decision.step,
         kind=decision.action if decision.acted else "observed",
@@ -207,7 +208,7 @@ def decision_mark(decision: Decision) -> CurveMark:
 
 
 def judged_marks(judged_steps: Iterable[JudgedStep]) -> list[CurveMark]:
-    """Return a mark for each finding and each decision of a log that was judged."""
+    """Return the marks on plots of a judged log, in a terminal or file: findings, decisions."""
     curve_marks = []
     for _, _, judgement in judged_steps:
         curve_marks += [
@@ -220,7 +221,7 @@ def judged_marks(judged_steps: Iterable[JudgedStep]) -> list[CurveMark]:
 
 
 def judged_curves(judged_steps: Sequence[JudgedStep]) -> list[PlottedCurve]:
-    """Return loss and gradient norm of a log that was judged, with their limits."""
+    """Return the curves of a judged log for plots: loss and gradient norm, with limits."""
     records = [judged.record for judged in judged_steps]
     steps = [record.step for record in records]
     forks = measure_log_cadence([LoggedStep(row, step) for row, step in enumerate(steps)]).restarts
@@ -237,7 +238,7 @@ def log_curve(
     values: Sequence[tuple[float | None, float | None]],
     forks: Collection[int],
 ) -> PlottedCurve:
-    """Return a curve of a log; records that a later attempt overwrote are discarded.
+    """Return a log's curve for plots; records that a later attempt overwrote are discarded.
 
     Args:
         name: label of the curve.
@@ -264,7 +265,7 @@ def log_curve(
 
 
 def _log_series(name: str, points: Sequence[tuple[int, float | None]]) -> SeriesReply:
-    """Return the values of a log as a series, like that of a stored run."""
+    """Return the values of a log as a series, so that it is plotted like a stored run."""
     logged = [(step, value) for step, value in points if value is not None]
     finite = [(step, value) for step, value in logged if math.isfinite(value)]
     nonfinite = [(step, value) for step, value in logged if not math.isfinite(value)]
@@ -291,7 +292,7 @@ def _log_series(name: str, points: Sequence[tuple[int, float | None]]) -> Series
 
 
 def plot_column_index(step: int, span: tuple[int, int], num: int) -> int:
-    """Return the index of the plot column that contains a step."""
+    """Return the index of the column in a plot, of text or SVG, that contains a step."""
     first, last = span
     return (step - first) * (num - 1) // max(1, last - first)
 
@@ -299,7 +300,7 @@ def plot_column_index(step: int, span: tuple[int, int], num: int) -> int:
 def plot_columns(
     series: SeriesReply, span: tuple[int, int], num: int, attempt: int | None = None
 ) -> dict[int, PlotColumn]:
-    """Return the columns with at least one value, finite or not."""
+    """Return the columns of a plot with at least one value, finite or not."""
     columns_by_place: dict[int, PlotColumn] = {}
     for step, branch, value in zip(series.step, series.attempt, series.value, strict=True):
         if value is not None and attempt in (None, branch) and span[0] <= step <= span[1]:

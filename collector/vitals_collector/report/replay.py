@@ -59,7 +59,8 @@ from trainvitals.records import (
 from trainvitals.rows import Value
 from trainvitals.units import humanize_count
 from vitals_collector.ingest.tail_loss import num_lost_rows
-from vitals_collector.numbers.interface import NumberStore, NumberStoreReader, RowSpan, StreamKey
+from vitals_collector.numbers.interface import NumberStoreReader, RowSpan, StreamKey
+from vitals_collector.queries.ledger import iter_rows
 from vitals_collector.queries.series import exclusive_end
 from vitals_collector.storage.schema import events, names, sources, streams
 from vitals_collector.storage.store import ReadSnapshot, Store
@@ -105,11 +106,11 @@ class Replay:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """Decisions of the replay, in order."""
+        """Return the decisions of the replay of a stored run, in order."""
         return tuple(j.decision for j in self.judgements if j.decision is not None)
 
     def differences(self) -> list[str]:
-        """Return the differences from the record as text lines; none if it was reproduced."""
+        """Return how the replay differs from the record, as lines; none if it was reproduced."""
         replayed, theirs = self.decisions, self.recorded
         differences = [
             difference
@@ -129,7 +130,7 @@ class Replay:
         return differences
 
     def document(self) -> dict[str, Any]:
-        """Return findings and decisions as JSON values, each with its row.
+        """Return the replay as JSON values: findings and decisions, each with its row.
 
         Includes the numbers of missing rows.
         """
@@ -141,7 +142,7 @@ class Replay:
         return {**export_judged_steps(self.judged()), "missing": missing}
 
     def missing(self) -> list[str]:
-        """Return a text line for each kind of missing rows."""
+        """Return a line for each kind of stored rows that the replay lacks."""
         texts = []
         if self.num_lost_rows:
             lost = f"lost {humanize_count(self.num_lost_rows, 'row')} of rank 0"
@@ -155,13 +156,13 @@ class Replay:
         return texts
 
     def judged(self) -> list[JudgedStep]:
-        """Return each record with its findings and decision; its row is its index."""
+        """Return each replayed record with its findings and decision; its row is its index."""
         pairs = enumerate(zip(self.records, self.judgements, strict=True))
         return [JudgedStep(row, record, judgement) for row, (record, judgement) in pairs]
 
 
 def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> Replay:
-    """Judge a stored run again, with the same code and, unless given, the same settings.
+    """Replay a stored run: judge it again, with the same code and, unless given, settings.
 
     Raises:
         UsageError: no step of rank 0 is stored for the run.
@@ -174,7 +175,7 @@ def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> R
             for start in starts
         ]
         lost = sum(_count_lost_rows(connection, run_id, start) for start in starts)
-        num_thinned, thinned_to_step = _rolled_up_rows(store.numbers, run_id)
+        thinned = [part for part in store.numbers.deleted_rows(run_id) if part.stream == "steps"]
     if not any(records):
         raise UsageError(
             f"no step of rank 0 of run {run_id} is stored; there is nothing to replay",
@@ -191,8 +192,8 @@ def replay(store: Store, run_id: str, *, config: JudgeConfig | None = None) -> R
         judgements=tuple(replayer.judgements),
         recorded=tuple(replayer.recorded),
         num_lost_rows=lost,
-        num_thinned_rows=num_thinned,
-        thinned_to_step=thinned_to_step,
+        num_thinned_rows=sum(part.num_rows for part in thinned),
+        thinned_to_step=max((part.to_step for part in thinned), default=-1),
         other_limits=tuple(replayer.other_limits),
     )
 
@@ -219,7 +220,7 @@ class _SavedDetectors:
 
 
 def _recorded_config(started: RunStarted | None) -> JudgeConfig | None:
-    """Return the run's recorded settings; None if it recorded none: the defaults."""
+    """Return the settings with which a replayed run was judged; None: the defaults."""
     if started is None or not started.info.judge:
         return None
     return msgspec.convert(started.info.judge, JudgeConfig)
@@ -266,7 +267,7 @@ class _Replayer:
                 self._saved.append(saved)
 
     def start_incarnation(self, incarnation: int) -> None:
-        """Continue with the next start of rank 0: mode and lag may change, facts are kept."""
+        """Continue the replay at the next start of rank 0: mode and lag may change."""
         self._pending = list(self._pages[incarnation])
         started = next((e.event for e in self._pending if isinstance(e.event, RunStarted)), None)
         mode: Mode = cast(Mode, started.info.mode) if started else "guard"
@@ -283,7 +284,7 @@ class _Replayer:
         self._knows_limits = False
 
     def replay_step(self, record: StepRecord) -> None:
-        """Add one step, and judge those whose values are read back by then.
+        """Replay one stored step, and judge those whose values are read back by then.
 
         Values arrive ``lag`` steps late, but immediately during consecutive outliers.
         """
@@ -303,7 +304,7 @@ class _Replayer:
             self._judge_next(judge, now_step=record.step)
 
     def judge_remaining_steps(self) -> None:
-        """Judge the steps whose values were not yet read back."""
+        """Judge the steps of the replay whose values were not yet read back."""
         judge = self._judge
         assert judge is not None, "begin comes first"
         while self._waiting:
@@ -333,7 +334,7 @@ class _Replayer:
         self._knows_limits = True
 
     def _recorded_probe_result(self, attempt: int) -> Callable[[Ask], ProbeResult]:
-        """Return a function that gives a query the result that it had in the run."""
+        """Return a function that returns recorded probe results to the replayed judge."""
 
         def answer(ask: Ask) -> ProbeResult:
             read = self._readings.get((attempt, ask.step, ask.trigger))
@@ -350,14 +351,14 @@ class _Replayer:
         return answer
 
     def _compare_limits(self, judge: Judge, record: StepRecord) -> None:
-        """Compare the limits: they depend on all values in the detectors' windows."""
+        """Compare the replay's limits with the recorded ones: they depend on all earlier values."""
         replayed_limits = Limits() if self._is_expecting(record) else judge.limits(record.turn)
         theirs = Limits(record.loss_limit, record.grad_norm_limit)
         if self._knows_limits and record.attempt == judge.attempt and replayed_limits != theirs:
             self.other_limits.append(record.step)
 
     def _is_expecting(self, record: StepRecord) -> bool:
-        """Return whether a change was announced before this step and is not yet judged.
+        """Return whether the replayed run had announced a change that is not yet judged.
 
         Rank 0 has no limits after its announcement.
         """
@@ -369,7 +370,7 @@ class _Replayer:
         )
 
     def _start_attempt(self, judge: Judge, record: StepRecord) -> None:
-        """Start a new attempt, with the detectors of the checkpoint that it restored."""
+        """Start a new attempt of the replay, with the detectors of the restored checkpoint."""
         attempt = self._attempts.get(record.attempt)
         fork, parent = (attempt.fork_step, attempt.parent) if attempt else (record.step, None)
         states = [s for s in self._saved if s.step == fork and s.state is not None]
@@ -379,7 +380,7 @@ class _Replayer:
         self._knows_limits = False
 
     def _apply_events(self, judge: Judge, record: StepRecord) -> None:
-        """Apply the events that the run knew when it judged this record, in their order."""
+        """Apply the recorded events that the run knew when it judged the replayed step."""
         while self._pending and self._is_known(self._pending[0], record):
             event = self._pending.pop(0).event
             if isinstance(event, ChangeExpected):
@@ -393,7 +394,7 @@ class _Replayer:
                 )
 
     def _is_known(self, entry: _LoggedEvent, record: StepRecord) -> bool:
-        """Return whether the run knew the event when it judged the record."""
+        """Return whether the replayed run knew the event when it judged the record."""
         if entry.attempt != record.attempt:
             return entry.attempt < record.attempt  # ids of attempts grow with time
         if isinstance(entry.event, ChangeExpected):
@@ -404,7 +405,7 @@ class _Replayer:
 
 
 def _proposal(decision: Decision) -> Proposal:
-    """Return the operator's command that a recorded decision carried out."""
+    """Return the operator's command that a recorded decision carried out, for the replay."""
     is_rollback = decision.action == "rollback"
     if decision.action == "accept_level":
         step = decision.evidence.get("accepted_step", float(decision.step))
@@ -420,7 +421,7 @@ def _proposal(decision: Decision) -> Proposal:
 
 
 def _collapse(decision: Decision) -> Finding:
-    """Return the finding of rank 0 that led to a recorded halt with ``on_collapse="stop"``."""
+    """Return the finding that led to a recorded halt by ``on_collapse="stop"``, for the replay."""
     return Finding(
         kind=decision.cause,
         level="advisory",
@@ -435,6 +436,7 @@ def _collapse(decision: Decision) -> Finding:
 
 
 def _difference_text(number: int, replayed: Decision, theirs: Decision) -> str:
+    """Describe how a replayed decision differs from the recorded one; "" if equal."""
     parts = [
         f"{name} {getattr(replayed, name)!r} instead of {getattr(theirs, name)!r}"
         for name in COMPARED
@@ -453,7 +455,7 @@ def _is_same_value(a: object, b: object) -> bool:
 
 
 def _incarnations(connection: Connection, run_id: str) -> list[str]:
-    """Return the starts of rank 0, oldest first."""
+    """Return the starts of rank 0 in the stored run that is replayed, oldest first."""
     query = (
         select(sources.c.incarnation)
         .where(sources.c.run_id == run_id, sources.c.source == "rank:0")
@@ -463,6 +465,7 @@ def _incarnations(connection: Connection, run_id: str) -> list[str]:
 
 
 def _count_lost_rows(connection: Connection, run_id: str, incarnation: str) -> int:
+    """Count the rows of rank 0 that the replay of a stored run lacks."""
     query = select(num_lost_rows()).where(
         streams.c.run_id == run_id,
         streams.c.incarnation == incarnation,
@@ -471,14 +474,8 @@ def _count_lost_rows(connection: Connection, run_id: str, incarnation: str) -> i
     return sum(connection.execute(query).scalars())
 
 
-def _rolled_up_rows(numbers: NumberStore, run_id: str) -> tuple[int, int]:
-    """Return the number of rolled-up rows of ranks, and the last such step."""
-    parts = [part for part in numbers.deleted_rows(run_id) if part.stream == "steps"]
-    return sum(part.num_rows for part in parts), max((part.to_step for part in parts), default=-1)
-
-
 def _read_incarnation(connection: Connection, run_id: str, incarnation: str) -> list[_LoggedEvent]:
-    """Return the events of one start of rank 0 that the replay needs."""
+    """Read the stored events of one start of rank 0 that the replay needs."""
     query = (
         select(events.c.step, events.c.attempt, events.c.body)
         .where(
@@ -493,6 +490,7 @@ def _read_incarnation(connection: Connection, run_id: str, incarnation: str) -> 
 
 
 def _iter_step_records(moment: ReadSnapshot, run_id: str, incarnation: str) -> Iterator[StepRecord]:
+    """Yield the stored steps of one start of rank 0 as records to replay."""
     turns = _load_optimizer_steps(moment, run_id, incarnation)
     for row in _iter_stream_rows(moment, (run_id, incarnation, "steps"), _READ):
         yield step_record(moment.numbers, run_id, row, turns)
@@ -501,7 +499,7 @@ def _iter_step_records(moment: ReadSnapshot, run_id: str, incarnation: str) -> I
 def _iter_stream_rows(
     moment: ReadSnapshot, key: StreamKey, names: Sequence[str]
 ) -> Iterator[dict[str, Value]]:
-    """Yield some columns of a writer's rows in the order they were written."""
+    """Yield a writer's stored rows in the order they were written, for the replay."""
     run_id, incarnation, stream = key
     query = select(streams.c.last_seq).where(
         streams.c.run_id == run_id,
@@ -512,15 +510,7 @@ def _iter_stream_rows(
         span = RowSpan(run_id, stream, seqs={incarnation: (low, low + _ROWS_AT_ONCE)})
         columns = moment.numbers.scan(span, [*names, "seq"])
         order = np.argsort(columns.pop("seq").values)
-        cells = [
-            [None if is_missing else value for value, is_missing in zip(*pair, strict=True)]
-            for pair in (
-                (column.values[order].tolist(), column.is_missing[order].tolist())
-                for column in columns.values()
-            )
-        ]
-        for row in zip(*cells, strict=True):
-            yield dict(zip(columns, row, strict=True))
+        yield from iter_rows({name: column.take(order) for name, column in columns.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,7 +534,7 @@ _Turns = Mapping[tuple[int, int], _OptimizerValues]
 
 
 def _load_optimizer_steps(moment: ReadSnapshot, run_id: str, incarnation: str) -> _Turns:
-    """Return the steps made by one of several optimizers, with its values.
+    """Load the steps made by one of several optimizers, which the replay judges as such.
 
     The run's main columns belong to the first optimizer: the steps that fill them identify it. The
     others are judged alike, in any order.
@@ -579,7 +569,7 @@ def _load_optimizer_steps(moment: ReadSnapshot, run_id: str, incarnation: str) -
 def step_record(
     numbers: NumberStoreReader, run_id: str, row: dict[str, Value], turns: _Turns | None = None
 ) -> StepRecord:
-    """Return the step as detectors got it: the reduced row, merged with the rows of the ranks."""
+    """Rebuild, for the replay, a step as the run's detectors got it, from stored rows."""
     step, attempt = _int_or_default(row, "step", 0), _int_or_default(row, "attempt", 0)
     bits, culprit = _int_or_default(row, "verdict", 0), _int_or_default(row, "culprit_rank", -1)
     is_bad = bool(bits & (BAD_LOSS | BAD_GRADIENTS))
@@ -638,6 +628,7 @@ def step_record(
 def _read_rank_values(
     numbers: NumberStoreReader, run_id: str, step: int, attempt: int
 ) -> _RankValues:
+    """Read the ranks' stored losses of a step, which the replay merges into its record."""
     span = RowSpan(run_id, "steps", from_step=step, to_step=exclusive_end(step))
     rows = numbers.scan(span, ["rank", "attempt", "rank_loss"])
     losses: dict[int, float | None] = {}
@@ -653,13 +644,12 @@ def _read_rank_values(
 
 
 def _float_or_none(row: dict[str, Value], name: str) -> float | None:
+    """Return a number of the replayed row; None if it is missing."""
     value = row.get(name)
     return float(value) if isinstance(value, int | float) else None
 
 
 def _int_or_default(row: dict[str, Value], name: str, default: int) -> int:
+    """Return a whole number of the replayed row, otherwise the default."""
     value = row.get(name)
     return int(value) if isinstance(value, int) else default
-
-
-__all__ = ["COMPARED", "Replay", "replay", "step_record"]

@@ -12,7 +12,7 @@ from trainvitals.views import CheckpointView, DecisionView, EventView, RunDetail
 def run_facts(
     detail: RunDetail, ledger: Sequence[DecisionView], learning_rates: str = ""
 ) -> list[tuple[str, object]]:
-    """Return the facts of a run; empty ones are "" or None."""
+    """Return the facts of a run for terminals and report files; empty ones are "" or None."""
     summary, info = detail.summary, detail.info
     return [
         ("run", summary.run_id),
@@ -43,12 +43,13 @@ def run_facts(
 
 
 def decision_table(views: Sequence[DecisionView]) -> TableBlock:
-    """Return decisions with their evidence."""
+    """Return the table of decisions with their evidence, for terminals and report files."""
     header = ("step", "action", "rule", "rank", "done", "reason", "evidence", "rollbacks left")
     return TableBlock(header, [_decision_row(view) for view in views])
 
 
 def _decision_row(view: DecisionView) -> tuple[object, ...]:
+    """Return a decision as a row of a report's table: action, reason, evidence and so on."""
     decision = view.decision
     hindsight = HINDSIGHT_WORDS.get(view.hindsight, "not done")
     evidence = [f"{name} {value:.6g}" for name, value in decision.evidence.items()]
@@ -67,12 +68,12 @@ def _decision_row(view: DecisionView) -> tuple[object, ...]:
 
 
 def rank_text(rank: int) -> object:
-    """Return the cell of a rank."""
+    """Return the cell of a rank in tables for terminals and files; -1 means all."""
     return rank if rank >= 0 else "all"
 
 
 def checkpoint_table(views: Sequence[CheckpointView]) -> TableBlock:
-    """Return checkpoints and snapshots."""
+    """Return the table of checkpoints and snapshots, for terminals and report files."""
     return TableBlock(
         ("checkpoint", "step", "state", "where", "bytes", "detail"),
         [(c.checkpoint_id, c.step, c.state, c.where, c.num_bytes, c.detail) for c in views],
@@ -80,7 +81,7 @@ def checkpoint_table(views: Sequence[CheckpointView]) -> TableBlock:
 
 
 def event_table(views: Sequence[EventView]) -> TableBlock:
-    """Return events in their order."""
+    """Return the table of events in their order, for terminals and report files."""
     return TableBlock(
         ("time", "source", "step", "message"),
         [(format_time(e.time_unix_ns), e.source, e.step, e.text) for e in views],

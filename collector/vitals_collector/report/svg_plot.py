@@ -40,14 +40,14 @@ _SYMBOLS = "A cross is a non-finite value, gray is a discarded attempt, dashed t
 def draw_curve(
     curve: PlottedCurve, marks: Sequence[CurveMark], spans: Sequence[tuple[int, int]] = ()
 ) -> Node:
-    """Return the plot of a curve; the steps in ``spans`` are shaded."""
+    """Plot a stored run's curve as SVG; the steps in ``spans`` are shaded."""
     size = f"0 0 {_LEFT + WIDTH + _RIGHT} {_TOP + HEIGHT + _BELOW}"
     group = _curve_group(curve, marks, spans, _TOP)
     return make_element("svg", group, viewBox=size, role="img", aria_label=caption(curve))
 
 
 def curves_file(title: str, curves: Sequence[PlottedCurve], marks: Sequence[CurveMark]) -> str:
-    """Return an SVG file with one curve below the other."""
+    """Return an SVG file that plots the curves of a run, one below the other."""
     notes = (_COLUMNS, f"{_SYMBOLS}.", _letters(marks))
     inside = [make_element("text", title, class_="title", x=_LEFT, y=20)]
     inside += [make_element("text", note, x=_LEFT, y=40 + 16 * at) for at, note in enumerate(notes)]
@@ -62,7 +62,7 @@ def curves_file(title: str, curves: Sequence[PlottedCurve], marks: Sequence[Curv
 def _curve_group(
     curve: PlottedCurve, marks: Sequence[CurveMark], spans: Sequence[tuple[int, int]], top: int
 ) -> Node:
-    """Return a curve with its frame, ticks and marks as an SVG group."""
+    """Plot one of a run's curves as a group in the SVG, with frame, ticks and marks."""
     span = curve.span
     lineage, discarded, scale = _plotted_columns(curve)
     inside = [
@@ -83,19 +83,19 @@ def _curve_group(
 
 
 def legend(marks: Sequence[CurveMark]) -> str:
-    """Return the meaning of all marks in the SVG plots of a page."""
+    """Return the meaning of all marks in the SVG plots of a run."""
     return f"{_COLUMNS} {_SYMBOLS}, shaded an incident. {_letters(marks)}".strip()
 
 
 def _letters(marks: Sequence[CurveMark]) -> str:
-    """Return the meaning of the decisions' letters in an SVG plot."""
+    """Return the legend of the letters that mark decisions in a run's SVG plot."""
     kinds = {mark.kind for mark in marks}
     named = [f"{letter} {label}" for kind, (letter, label) in KINDS.items() if kind in kinds]
     return f"Letters: {', '.join(named)}. Point at one to read why." if named else ""
 
 
 def caption(curve: PlottedCurve) -> str:
-    """Return a description of the plot."""
+    """Return the caption of a run's SVG plot: metric, steps, non-finite and discarded ones."""
     series, scale = curve.series, _plotted_columns(curve)[2]
     text = f"{curve.name}{', logarithmic' if scale.is_log else ''}: "
     text += f"{humanize_count(series.num_total, 'step')}, {series.num_nonfinite} of them not finite"
@@ -107,20 +107,15 @@ def caption(curve: PlottedCurve) -> str:
 def _plotted_columns(
     curve: PlottedCurve,
 ) -> tuple[dict[int, PlotColumn], list[dict[int, PlotColumn]], ValueScale]:
-    """Return the columns of the lineage, those of each discarded attempt, and their scale."""
-    lineage, discarded = (
-        plot_columns(curve.series, curve.span, WIDTH),
-        curve.discarded_columns(WIDTH),
-    )
-    return (
-        lineage,
-        discarded,
-        ValueScale([column for branch in (lineage, *discarded) for column in branch.values()]),
-    )
+    """Return the SVG plot's columns of the lineage and of discarded attempts, and their scale."""
+    lineage = plot_columns(curve.series, curve.span, WIDTH)
+    discarded = curve.discarded_columns(WIDTH)
+    columns = [column for branch in (lineage, *discarded) for column in branch.values()]
+    return lineage, discarded, ValueScale(columns)
 
 
 def draw_cells(reply: CellsReply, onset_step: int) -> Node:
-    """Return a heat map with a mark above the column of ``onset_step``."""
+    """Plot a run's heat map as SVG, with a mark above the column of ``onset_step``."""
     num_columns = max(1, len(reply.step))
     wide = (WIDTH + _LEFT - _NAMES) / num_columns
     scale = shades(reply)
@@ -154,7 +149,7 @@ def draw_cells(reply: CellsReply, onset_step: int) -> Node:
 
 
 def shades(reply: CellsReply) -> ValueScale:
-    """Return the scale that maps a heat map's values to shades."""
+    """Return the scale that maps a run's heat map to the shades of its SVG plot."""
     every = PlotColumn()
     for values in reply.value:
         for value in values:
@@ -163,15 +158,13 @@ def shades(reply: CellsReply) -> ValueScale:
     return ValueScale([every])
 
 
-# ------------------------------------------------------------------------------------- curves
-
-
 def _y_position(scale: ValueScale, value: float) -> float:
+    """Return the vertical position of a value in a run's SVG plot."""
     return round((1.0 - scale.part(value)) * (HEIGHT - 20) + 10, 1)
 
 
 def _curve_path(branch: dict[int, PlotColumn], scale: ValueScale) -> str:
-    """Return the line through the columns' ends, with gaps at non-finite values."""
+    """Return the line of a run's curve in the SVG plot, with gaps at non-finite values."""
     parts, is_broken = [], True
     for at in sorted(branch):
         column = branch[at]
@@ -186,7 +179,7 @@ def _curve_path(branch: dict[int, PlotColumn], scale: ValueScale) -> str:
 
 
 def _limit(limit: SeriesReply | None, span: tuple[int, int], scale: ValueScale) -> Node | None:
-    """Return the limit's line in an SVG plot, within the plotted range."""
+    """Return the line of a metric's limit in a run's SVG plot, within the plotted range."""
     if limit is None:
         return None
     parts, before = [], None
@@ -201,6 +194,7 @@ def _limit(limit: SeriesReply | None, span: tuple[int, int], scale: ValueScale) 
 
 
 def _value_ticks(branches: Sequence[dict[int, PlotColumn]], scale: ValueScale) -> list[Node]:
+    """Return the labels of the value axis in a run's SVG plot."""
     if not any(column.has_value for branch in branches for column in branch.values()):
         return []
     return [
@@ -212,6 +206,7 @@ def _value_ticks(branches: Sequence[dict[int, PlotColumn]], scale: ValueScale) -
 
 
 def _step_ticks(span: tuple[int, int]) -> list[Node]:
+    """Return the labels of the step axis in a run's SVG plot."""
     first, last = span
     num = min(_NUM_TICKS, last - first + 1)
     shown = [first + i * (last - first) // max(1, num - 1) for i in range(num)]
@@ -228,6 +223,7 @@ def _step_ticks(span: tuple[int, int]) -> list[Node]:
 
 
 def _incident_shading(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -> list[Node]:
+    """Return the rectangles that shade incidents in a run's SVG plot."""
     rectangles = []
     for first, last in spans:
         if last < span[0] or first > span[1]:
@@ -244,7 +240,7 @@ def _incident_shading(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -
 
 
 def _nonfinite_marks(branches: Sequence[dict[int, PlotColumn]]) -> list[Node]:
-    """Return a cross in the SVG plot for each column with non-finite values."""
+    """Return a cross in a run's SVG plot for each column with non-finite values."""
     lost = Counter[int]()
     for branch in branches:
         lost.update({at: c.num_nonfinite for at, c in branch.items() if c.num_nonfinite})
@@ -260,7 +256,7 @@ def _nonfinite_marks(branches: Sequence[dict[int, PlotColumn]]) -> list[Node]:
 
 
 def _decision_lines(marks: Sequence[CurveMark], span: tuple[int, int]) -> list[Node]:
-    """Return a line for each column with decisions, and above it, if there is space, letters."""
+    """Return a line in a run's SVG plot at each decision, with letters if there is space."""
     order = list(KINDS)
     by_column: dict[int, list[CurveMark]] = {}
     for mark in marks:
@@ -285,18 +281,15 @@ def _decision_lines(marks: Sequence[CurveMark], span: tuple[int, int]) -> list[N
     return nodes
 
 
-# ---------------------------------------------------------------------------------- heat maps
-
-
 def _cell_path(at: int, row: int, wide: float) -> str:
-    """Return the outline of a heat-map cell in SVG."""
+    """Return the outline of a cell in the SVG plot of a run's heat map."""
     x = round(at * wide, 1)
     across = round((at + 1) * wide - x, 1)
     return f"M{x},{row * _CELL}h{across}v{_CELL - 1}h-{across}z"
 
 
 def _row_name(name: str, row: int) -> Node:
-    """Return the label of a heat-map row; the full name is a tooltip."""
+    """Return the label of a row in a run's SVG heat map; the full name is a tooltip."""
     text = printable(name)
     is_long = len(text) > _NAME_CHARACTERS
     short = f"...{text[3 - _NAME_CHARACTERS :]}" if is_long else text
@@ -305,6 +298,7 @@ def _row_name(name: str, row: int) -> Node:
 
 
 def _onset_mark(reply: CellsReply, onset_step: int, wide: float, high: int) -> list[Node]:
+    """Return the mark of an incident's onset in a run's SVG heat map."""
     before = [at for at, step in enumerate(reply.step) if step <= onset_step]
     if not before:
         return []

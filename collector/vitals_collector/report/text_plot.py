@@ -8,15 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from trainvitals.units import humanize_count
-from vitals_collector.report.curves import (
-    KINDS,
-    CurveMark,
-    PlotColumn,
-    PlottedCurve,
-    ValueScale,
-    plot_column_index,
-    plot_columns,
-)
+from vitals_collector.report import curves
 
 HEIGHT = 10
 LABEL = 10
@@ -34,16 +26,20 @@ _PLAIN = " '.:"
 
 
 def draw(
-    curve: PlottedCurve, marks: Sequence[CurveMark], *, width: int = 100, has_braille: bool = True
+    curve: curves.PlottedCurve,
+    marks: Sequence[curves.CurveMark],
+    *,
+    width: int = 100,
+    has_braille: bool = True,
 ) -> list[str]:
-    """Return a curve as a plot of text lines, at most ``width`` wide."""
+    """Plot a run's curve for the terminal as lines of text, at most ``width`` wide."""
     num = max(10, width - LABEL - 2)
     across, down = (2, 4) if has_braille else (1, 2)
     span = curve.span
-    lineage = plot_columns(curve.series, span, num * across)
+    lineage = curves.plot_columns(curve.series, span, num * across)
     discarded = curve.discarded_columns(num * across)
     everything = [column for branch in (lineage, *discarded) for column in branch.values()]
-    scale = ValueScale(everything)
+    scale = curves.ValueScale(everything)
     dots = _curve_dots(lineage, scale, HEIGHT * down)
     behind = {
         (row // down, at // across)
@@ -66,19 +62,20 @@ def draw(
     return lines
 
 
-def legend(marks: Iterable[CurveMark]) -> str:
-    """Return the meaning and the number of the letters below a text plot."""
+def legend(marks: Iterable[curves.CurveMark]) -> str:
+    """Return the meaning and the number of the letters below a plot in the terminal."""
     counts = Counter(mark.kind for mark in marks)
     entries = [f"{NONFINITE} not finite", f"{LEFT} discarded by rollback"]
     entries += [
         f"{letter} {label} ({counts[kind]})"
-        for kind, (letter, label) in KINDS.items()
+        for kind, (letter, label) in curves.KINDS.items()
         if counts[kind]
     ]
     return f"{'':>{LABEL}}  {'   '.join(entries)}"
 
 
-def _plot_title(curve: PlottedCurve, scale: ValueScale) -> str:
+def _plot_title(curve: curves.PlottedCurve, scale: curves.ValueScale) -> str:
+    """Return the line above a plot in the terminal: metric, steps, discarded ones."""
     series = curve.series
     steps = humanize_count(series.num_total, "step")
     text = f"{curve.name}{', logarithmic' if scale.is_log else ''}: {steps}"
@@ -90,9 +87,9 @@ def _plot_title(curve: PlottedCurve, scale: ValueScale) -> str:
 
 
 def _curve_dots(
-    branch: dict[int, PlotColumn], scale: ValueScale, height: int
+    branch: dict[int, curves.PlotColumn], scale: curves.ValueScale, height: int
 ) -> set[tuple[int, int]]:
-    """Return (row, column) of every dot: a bar from minimum to maximum, and lines between bars."""
+    """Return (row, column) of each dot of a terminal plot: bars, and lines between them."""
     dots: set[tuple[int, int]] = set()
     before: tuple[int, int, int] | None = None
     for at in sorted(branch):
@@ -111,7 +108,7 @@ def _curve_dots(
 
 
 def _connecting_dots(a: tuple[int, int, int], b: tuple[int, int, int]) -> set[tuple[int, int]]:
-    """Return the dots of a line from one bar's nearest end to that of the next."""
+    """Return the dots of a terminal plot that connect one bar's nearest end to the next."""
     (x, high, low), (to, to_high, to_low) = a, b
     start = min(max(high, to_high), low)
     end = min(max(to_high, start), to_low)
@@ -126,6 +123,7 @@ def _connecting_dots(a: tuple[int, int, int], b: tuple[int, int, int]) -> set[tu
 
 
 def _cell_character(dots: set[tuple[int, int]], row: int, at: int, *, has_braille: bool) -> str:
+    """Return the character of a terminal plot for some dots: Braille, or plain."""
     if not has_braille:
         return _PLAIN[((2 * row, at) in dots) + 2 * ((2 * row + 1, at) in dots)]
     bits = sum(
@@ -138,19 +136,22 @@ def _cell_character(dots: set[tuple[int, int]], row: int, at: int, *, has_braill
 
 
 def _axis_line(span: tuple[int, int], num: int) -> str:
+    """Return the first and last step below the axis of a terminal plot."""
     first, last = (str(step) for step in span)
     return first if span[0] == span[1] else f"{first}{last:>{num - len(first)}}"
 
 
 def _rows_below_axis(
-    lost: set[int], marks: Sequence[CurveMark], span: tuple[int, int], num: int, across: int
+    lost: set[int], marks: Sequence[curves.CurveMark], span: tuple[int, int], num: int, across: int
 ) -> list[str]:
-    """Return the rows below the axis: non-finite values and decisions."""
+    """Return the rows below the axis of a terminal plot: non-finite values and decisions."""
     nonfinite = "".join(NONFINITE if at in lost else " " for at in range(num))
     decided = [" "] * num
-    for kind in reversed(KINDS):  # the most severe is drawn last
+    for kind in reversed(curves.KINDS):  # the most severe is drawn last
         for mark in marks:
             if mark.kind == kind and span[0] <= mark.step <= span[1]:
-                decided[plot_column_index(mark.step, span, num * across) // across] = KINDS[kind][0]
+                decided[curves.plot_column_index(mark.step, span, num * across) // across] = (
+                    curves.KINDS[kind][0]
+                )
     rows = (("not finite", nonfinite), ("decided", "".join(decided)))
     return [f"{name:>{LABEL}} |{row.rstrip()}" for name, row in rows if row.strip()]

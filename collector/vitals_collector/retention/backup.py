@@ -56,7 +56,7 @@ class BackupContent(NamedTuple):
 
 
 def copy_lake(folder: Path, target: Path) -> BackupContent:
-    """Copy a lake with a SQLite catalog into a new directory.
+    """Copy a lake with a SQLite catalog into a new directory, as a backup.
 
     It contains everything that was stored before the call. For a lake with a PostgreSQL catalog,
     dump the database and then copy the directory.
@@ -88,6 +88,7 @@ def copy_lake(folder: Path, target: Path) -> BackupContent:
 
 
 def _copy_lake(folder: Path, partial: Path) -> BackupContent:
+    """Copy a lake's catalog, checksums and files into a backup; retry if files were deleted."""
     (partial / _DATA).mkdir(parents=True, mode=0o700)
     for _ in range(_MOST_TRIES):
         _copy_checksums(folder / _ASIDE, partial / _ASIDE)
@@ -115,6 +116,7 @@ def _copy_lake(folder: Path, partial: Path) -> BackupContent:
 
 
 def _refuse_bucket(folder: Path, copied: Path) -> None:
+    """Refuse to back up rows in a bucket, where files have no hard links."""
     if bucket := known_bucket(copied):
         raise UsageError(
             f"the rows of {folder} are stored in {bucket}, where files have no hard links",
@@ -124,6 +126,7 @@ def _refuse_bucket(folder: Path, copied: Path) -> None:
 
 
 def _files_without_checksum(copy: Path) -> list[str]:
+    """Return the files of a backup without a checksum, which cannot be verified."""
     engine = LakeEngine(copy, "", "64MB")
     try:
         return files_without_checksum(engine)
@@ -132,7 +135,7 @@ def _files_without_checksum(copy: Path) -> list[str]:
 
 
 def _copy_checksums(source: Path, target: Path) -> None:
-    """Copy checksums that are not in the catalog yet; they stay until the next merge."""
+    """Back up checksums that are not in the catalog yet; they stay until the next merge."""
     target.mkdir(exist_ok=True)
     for file in source.iterdir() if source.is_dir() else ():  # a bucket has its own
         with contextlib.suppress(FileNotFoundError):  # already moved to the catalog
@@ -140,7 +143,7 @@ def _copy_checksums(source: Path, target: Path) -> None:
 
 
 def _copy_catalogue(source: Path, target: Path) -> None:
-    """Copy it in a separate process.
+    """Copy the lake's catalog into the backup, in a separate process.
 
     A process that has opened a lake uses DuckDB's own SQLite. Closing a file releases all locks of
     the process on it, and the two SQLites do not know of each other.
@@ -152,7 +155,7 @@ def _copy_catalogue(source: Path, target: Path) -> None:
 
 
 def _live_lake_files(catalogue: Path) -> list[str]:
-    """Return the files of the current snapshot; those of older snapshots may have been deleted."""
+    """Return the current snapshot's files to back up; those of older ones may be deleted."""
     with contextlib.closing(sqlite3.connect(catalogue)) as connection:
         return [
             path
@@ -198,15 +201,12 @@ class BackupResult:
 
 
 def backup(data: Path, target: Path, *, copied: Callable[[], None] | None = None) -> BackupResult:
-    """Copy the data directory's store to a new directory, 0700, and return a summary.
+    """Back up the data directory's store to a new directory, 0700, and return a summary.
 
-    It contains everything that was acknowledged before the call. If the file system supports hard
-    links, files of rows are linked and take no space: move the copy to another disk.
-
-    Args:
-        data: the collector's data directory; a collector may run on it.
-        target: new directory; its parent exists.
-        copied: called between copying and checking (for tests).
+    A collector may run on ``data``; the copy contains everything that was acknowledged before the
+    call. The parent of ``target`` exists. If the file system supports hard links, files of rows are
+    linked and take no space: move the copy to another disk. ``copied`` is called between copying
+    and checking (for tests).
 
     Raises:
         UsageError: the target exists, or there is no store in ``data``.
@@ -245,6 +245,7 @@ def backup(data: Path, target: Path, *, copied: Callable[[], None] | None = None
 
 
 def _copy_database(source: Path, target: Path) -> str:
+    """Copy the SQLite database into the backup while it is used; return its version."""
     # Created here, so that the copy never has the umask's mode.
     os.close(os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
     with (
@@ -270,16 +271,10 @@ def _check_database(file: Path) -> None:
 
 
 def _backup_error(target: Path, error_text: str) -> StorageError:
+    """Return the error of a failed backup; its code shows whether a disk is full."""
     is_out_of_room = is_full(error_text)
     return StorageError(
         f"the backup to {target} failed: {error_text}",
         hint="free space there, or give another place" if is_out_of_room else "check both places",
         code=FULL if is_out_of_room else "V300",
     )
-
-
-__all__ = [
-    "EXISTS",
-    "BackupResult",
-    "backup",
-]

@@ -51,7 +51,7 @@ def check_store(store: Store) -> list[DamagedPart]:
 
 
 def _num_damaged(connection: Connection, table: Table) -> int:
-    """Return the number of a table's rows with a damaged record."""
+    """Return the number of a table's rows with a damaged record, for the check of the store."""
     records = [
         type_coerce(column, LargeBinary)
         for column in table.columns
@@ -66,7 +66,7 @@ def _num_damaged(connection: Connection, table: Table) -> int:
 
 
 def store_size(store: Store) -> StoreSize:
-    """Return the size of the store on its disks."""
+    """Return the size of the database and of the rows on the store's disks."""
     lake = store.numbers.size() if isinstance(store.numbers, Lake) else 0
     with store.read_transaction() as connection:
         if connection.dialect.name == "sqlite":
@@ -77,6 +77,3 @@ def store_size(store: Store) -> StoreSize:
             return StoreSize(store.where, page * pages + lake, page * free)
         size = connection.execute(select(func.pg_database_size(func.current_database())))
         return StoreSize(store.where, int(size.scalar_one()) + lake, 0)
-
-
-__all__ = ["DamagedPart", "StoreSize", "check_store", "store_size"]

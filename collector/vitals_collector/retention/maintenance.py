@@ -5,20 +5,35 @@ import threading
 from collections.abc import Callable, Mapping
 
 import msgspec
-from sqlalchemy import func, select, update
+from sqlalchemy import Connection, func, select, update
 
 from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.clock import Clock
 from trainvitals.errors import StorageError
 from trainvitals.records import Note
+from vitals_collector.live.live_monitor import load_suspended_runs, load_watch_progress
 from vitals_collector.live.run_status import Liveness
+from vitals_collector.numbers.interface import RANKS
 from vitals_collector.numbers.lake import Lake
 from vitals_collector.numbers.lake_engine import DAMAGED
 from vitals_collector.retention import removal
-from vitals_collector.retention.histories import load_run_history
-from vitals_collector.retention.rollup import DeletionPass, RunHistory, downsample_run, roll_up_run
+from vitals_collector.retention.rollup import (
+    CurrentStep,
+    DeletionPass,
+    RunHistory,
+    downsample_run,
+    roll_up_run,
+)
 from vitals_collector.retention.settings import VolumeSettings
-from vitals_collector.storage.schema import RANKS, events, measured_columns, runs, sources
+from vitals_collector.storage.schema import (
+    attempts,
+    decisions,
+    events,
+    findings,
+    measured_columns,
+    runs,
+    sources,
+)
 from vitals_collector.storage.store import SteadyClock, Store, insert
 
 INTERVAL_SECONDS = 60.0
@@ -39,7 +54,12 @@ _LOG = logging.getLogger("vitals.collector.upkeep")
 
 
 class LakeMaintenance:
-    """The thread ``vitals-upkeep``: merges new rows every minute, checks runs every ten minutes."""
+    """The thread ``vitals-upkeep``: merges new rows every minute, checks runs every ten minutes.
+
+    A run that is silent for ``lost_after_seconds`` is not running. ``is_mine`` returns whether this
+    collector maintains the store: one at a time does. Each window is followed by a ``pause``, in
+    multiples of the time that it took. After a StorageError nothing is half done: call again.
+    """
 
     def __init__(
         self,
@@ -51,16 +71,6 @@ class LakeMaintenance:
         is_mine: Callable[[], bool] = lambda: True,
         pause: float = _PAUSE,
     ) -> None:
-        """Do nothing yet.
-
-        Args:
-            store: a store whose rows are in a lake.
-            settings: limits of rows and runs.
-            clock: determines the age of rows.
-            lost_after_seconds: a run that is silent for longer is not running.
-            is_mine: whether this collector maintains the store: one at a time does.
-            pause: pause after a window, in multiples of the time that it took.
-        """
         assert isinstance(store.numbers, Lake), "rows in memory need no upkeep"
         self._store, self._lake, self._settings = store, store.numbers, settings
         # Setting the clock forward must not make rows old.
@@ -79,11 +89,11 @@ class LakeMaintenance:
         self._thread = threading.Thread(target=self._work, name="vitals-upkeep", daemon=True)
 
     def start(self) -> None:
-        """Start the thread: a round now, and one per minute."""
+        """Start the maintenance thread: a round now, and one per minute."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop after the current operation."""
+        """Stop the lake's maintenance after the current operation."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -95,7 +105,7 @@ class LakeMaintenance:
             self._stop.wait(INTERVAL_SECONDS)
 
     def run_once(self) -> None:
-        """Run one round; an error is logged, counted, and ends the round."""
+        """Run one round of maintenance; an error is logged, counted, and ends the round."""
         try:
             self._lake.give_back_memory()
             if self._is_mine():
@@ -120,15 +130,11 @@ class LakeMaintenance:
         self._store.reclaim(above=0.1)
 
     def _may_continue(self) -> bool:
-        """Return whether this collector still has to maintain the lake."""
+        """Return whether this collector has to continue to merge and delete rows."""
         return not self._stop.is_set() and self._is_mine()
 
     def run_all(self) -> int:
-        """Run everything that is due at once; return the number of deleted rows or runs.
-
-        Raises:
-            StorageError: the store refused; call again.
-        """
+        """Run everything that is due at once; return the number of deleted rows or runs."""
         num = self.delete_due()
         while not self._lake.merge(_MERGE_SECONDS):
             pass  # it continues
@@ -137,11 +143,7 @@ class LakeMaintenance:
         return num
 
     def delete_due(self) -> int:
-        """Delete what is due in every run; return the number of deleted rows or runs.
-
-        Raises:
-            StorageError: the store refused; nothing is half done, call again.
-        """
+        """Delete what is due in every run; return the number of deleted rows or runs."""
         removal.finish_removals(self._store)
         when = Liveness(
             now_unix_ns=self._clock.time_ns(),
@@ -187,7 +189,7 @@ class LakeMaintenance:
     def _shrink_run(self, run_id: str, newest_unix_ns: int, sizes: dict[str, int]) -> int:
         """Roll up old rows of a run, and more if the run is above its cap."""
         with self._store.read_transaction() as connection:
-            run = load_run_history(self._store, connection, run_id)
+            run = _load_run_history(self._store, connection, run_id)
         now = self._clock.time_ns()
         settings, cap = self._settings, self._settings.max_run_bytes
         when = DeletionPass(
@@ -250,6 +252,7 @@ class LakeMaintenance:
         self._store.counters.over_cap = self._over_cap
 
     def _report_over_cap(self, run_id: str, num_bytes: int) -> str:
+        """Report a run above its cap with nothing left to delete, once; return the message."""
         if run_id in self._over_cap:
             return self._over_cap[run_id]
         cap = self._settings.max_run_bytes
@@ -261,10 +264,8 @@ class LakeMaintenance:
         is_volume_event = (events.c.run_id == run_id, events.c.incarnation == VOLUMES)
         note = Note(code=OVER_CAP, text=text, severity="warning")
         with self._store.write() as connection:
-            if (
-                connection.execute(select(func.max(events.c.seq)).where(*is_volume_event)).scalar()
-                is None
-            ):
+            last = connection.execute(select(func.max(events.c.seq)).where(*is_volume_event))
+            if last.scalar() is None:
                 connection.execute(
                     events.insert().values(
                         run_id=run_id,
@@ -280,7 +281,7 @@ class LakeMaintenance:
         return text
 
     def _drop_damaged_files(self, error: StorageError) -> None:
-        """Remove damaged files if the error was caused by damage."""
+        """Remove damaged files if damage caused the error of the maintenance."""
         self._store.counters.fail("upkeep")
         if error.code != DAMAGED:
             _LOG.error("upkeep_failed again_in=%gs error=%s", INTERVAL_SECONDS, error.text)
@@ -298,7 +299,55 @@ class LakeMaintenance:
 
 
 def _deleted_row_counts(lake: Lake, run_id: str) -> dict[tuple[str, str], int]:
+    """Return the number of a run's rows that maintenance deleted, by stream and reason."""
     return {(part.stream, part.reason): part.num_rows for part in lake.deleted_rows(run_id)}
 
 
-__all__ = ["INTERVAL_SECONDS", "OVER_CAP", "VOLUMES", "LakeMaintenance"]
+def _load_run_history(store: Store, connection: Connection, run_id: str) -> RunHistory:
+    """Return the current step of a run, and what happened in it."""
+    head = connection.execute(
+        select(sources.c.last_attempt, sources.c.last_step)
+        .where(sources.c.run_id == run_id, sources.c.source == "rank:0")
+        .order_by(sources.c.started_unix_ns.desc())
+        .limit(1)
+    ).first()
+    steps, times = _load_incident_times(connection, run_id)
+    finding_steps = select(findings.c.step).where(findings.c.run_id == run_id).distinct()
+    is_aside = run_id in load_suspended_runs(connection)
+    return RunHistory(
+        run_id,
+        sorted(store.numbers.last_steps(run_id)),
+        None if head is None or head.last_step < 0 else CurrentStep(*head),
+        sorted(steps),
+        _num_ranks(connection, run_id),
+        near_layers=sorted(steps | set(connection.execute(finding_steps).scalars())),
+        near_unix_ns=sorted(times),
+        watched=None if is_aside else load_watch_progress(connection, run_id),
+    )
+
+
+def _num_ranks(connection: Connection, run_id: str) -> int:
+    names = select(sources.c.source).where(
+        sources.c.run_id == run_id, sources.c.source.like("rank:%"), sources.c.source != "rank:0"
+    )
+    return len(set(connection.execute(names).scalars()))
+
+
+def _load_incident_times(connection: Connection, run_id: str) -> tuple[set[int], set[int]]:
+    """Return the steps and the times of decisions, of findings that acted and of forks."""
+    decided, raised, forks = decisions.c, findings.c, attempts.c
+    steps: set[int] = set()
+    times: set[int] = set()
+    query = select(decided.step, decided.decided_at_step, decided.time_unix_ns)
+    for step, at, when in connection.execute(query.where(decided.run_id == run_id)):
+        steps |= {step, at}
+        times.add(when)
+    acted = select(raised.step, raised.time_unix_ns)
+    for step, when in connection.execute(
+        acted.where(raised.run_id == run_id, raised.level == "actionable")
+    ):
+        steps.add(step)
+        times.add(when)
+    query = select(forks.fork_step).where(forks.run_id == run_id, forks.parent.is_not(None))
+    steps |= set(connection.execute(query).scalars())
+    return steps, times

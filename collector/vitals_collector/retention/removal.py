@@ -19,15 +19,14 @@ from vitals_collector.ingest.ingest import is_being_removed, lock_runs
 from vitals_collector.live import overview
 from vitals_collector.live.live_monitor import delete_watch_progress
 from vitals_collector.live.run_status import GUEST, Liveness
-from vitals_collector.storage.schema import (
-    audit,
-    forgotten,
-    metadata,
-    runs,
-    sources,
-    streams,
+from vitals_collector.storage.schema import forgotten, metadata, runs, sources, streams
+from vitals_collector.storage.store import (
+    RemovalReason,
+    Store,
+    unknown_run,
+    upsert,
+    write_audit,
 )
-from vitals_collector.storage.store import RemovalReason, Store, insert, unknown_run
 
 KEEP_TAG = "keep"
 """A run with this tag is never deleted because of its age."""
@@ -113,41 +112,35 @@ def delete_old(store: Store, keep_days: float, when: Liveness) -> list[DeletedRu
 
 
 def pin(store: Store, run_id: str, *, by: str, now_unix_ns: int, is_kept: bool = True) -> None:
-    """Exempt a run from deletion by age, or no longer.
-
-    Raises:
-        UsageError: there is no such run.
-    """
+    """Exempt a run from deletion by age, or no longer; raise UsageError for an unknown run."""
     values = {"pinned_unix_ns": now_unix_ns if is_kept else 0}
     with store.write() as connection:
         done = connection.execute(update(runs).where(runs.c.run_id == run_id).values(values))
         if not done.rowcount:
             raise unknown_run(run_id)
-        _insert_audit_row(connection, by, "pin" if is_kept else "unpin", run_id, "", now_unix_ns)
+        action = "pin" if is_kept else "unpin"
+        write_audit(connection, now_unix_ns, by, action, f"run/{run_id}", "")
 
 
 def _has_keep_tag(info: bytes) -> bool:
+    """Return whether a run has the tag that exempts it from deletion by age."""
     return bool(info) and KEEP_TAG in msgspec.msgpack.decode(info, type=RunInfo).tags
 
 
 def _hide_run(
     connection: Connection, deleted: DeletedRun, by: str, reason: str, now_unix_ns: int
 ) -> None:
-    """Hide a run from readers; its row in ``runs`` is deleted when its rows are."""
+    """Hide a removed run from readers; its row in ``runs`` is deleted when its rows are."""
     run_id = deleted.run_id
     for table in reversed(metadata.sorted_tables):
         if "run_id" in table.c and table not in _KEPT_TABLES:
             connection.execute(delete(table).where(table.c.run_id == run_id))
     delete_watch_progress(connection, run_id)
     delete_reports(connection, [run_id])
-    values = {
-        "forgotten_unix_ns": now_unix_ns,
-        "is_gone": False,
-    }
-    statement = insert(connection, forgotten).values(run_id=run_id, **values)
-    connection.execute(statement.on_conflict_do_update(index_elements=["run_id"], set_=values))
+    values = {"forgotten_unix_ns": now_unix_ns, "is_gone": False}
+    upsert(connection, forgotten, {"run_id": run_id}, values)
     detail = f"{reason}: {deleted.name!r}, {deleted.num_bytes} bytes"
-    _insert_audit_row(connection, by, "delete", run_id, detail, now_unix_ns)
+    write_audit(connection, now_unix_ns, by, "delete", f"run/{run_id}", detail)
 
 
 def _load_started_removal(store: Store, connection: Connection, run_id: str) -> DeletedRun | None:
@@ -155,20 +148,6 @@ def _load_started_removal(store: Store, connection: Connection, run_id: str) -> 
     query = select(runs.c.name).where(runs.c.run_id == run_id, is_being_removed())
     name = connection.execute(query).scalar()
     return None if name is None else DeletedRun(run_id, name, store.numbers.num_bytes(run_id))
-
-
-def _insert_audit_row(
-    connection: Connection, by: str, action: str, run_id: str, detail: str, now_unix_ns: int
-) -> None:
-    """Record the removal or the pin of a run in the audit log."""
-    values = {
-        "time_unix_ns": now_unix_ns,
-        "actor": by,
-        "action": action,
-        "subject": f"run/{run_id}",
-        "detail": detail,
-    }
-    connection.execute(audit.insert().values(values))
 
 
 def _delete_run_rows(store: Store, run_id: str) -> None:
@@ -183,6 +162,3 @@ def _delete_run_rows(store: Store, run_id: str) -> None:
             connection.execute(delete(runs).where(runs.c.run_id == run_id))
         is_of_run = forgotten.c.run_id == run_id
         connection.execute(update(forgotten).where(is_of_run).values(is_gone=True))
-
-
-__all__ = ["KEEP_TAG", "DeletedRun", "delete_old", "delete_run", "finish_removals", "pin"]

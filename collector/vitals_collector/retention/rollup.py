@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vitals_collector.numbers.chunk_stats import CHUNK_STEPS
-from vitals_collector.numbers.interface import (
-    HOST_STREAMS,
-    DueWindow,
-    NumberStore,
-    Reason,
-    StepWindow,
-)
+from vitals_collector.numbers.interface import HOST_STREAMS, DueWindow, Reason, StepWindow
 from vitals_collector.retention.settings import VolumeSettings
 
 if TYPE_CHECKING:
@@ -55,7 +49,7 @@ class RunHistory(NamedTuple):
     watching the run is suspended, and its rows do not wait."""
 
     def is_watched(self, due: DueWindow, stream: str) -> bool:
-        """Return whether the watchers are done with all rows of a window."""
+        """Return whether watchers are done with all rows of a window, so that it may be deleted."""
         if self.watched is None or stream in _UNWATCHED:
             return True
         done = self.watched
@@ -75,25 +69,22 @@ class DeletionPass(NamedTuple):
     """Called after each window with the seconds that it took, so that writers can continue."""
 
 
-def roll_up_run(
-    numbers: NumberStore, run: RunHistory, settings: VolumeSettings, when: DeletionPass
-) -> int:
+def roll_up_run(lake: "Lake", run: RunHistory, settings: VolumeSettings, when: DeletionPass) -> int:
     """Roll up the run's old steps, oldest first; return the number of deleted rows.
 
-    Raises:
-        StorageError: the current window is unchanged, those before it are done; call again.
+    After a StorageError the current window is unchanged, and those before it are done: call again.
     """
     if run.present is None or run.num_ranks <= settings.num_worst_ranks:
         return 0
     num = 0
     for attempt in sorted(run.attempts):
         while not when.is_enough():
-            due = numbers.next_window(run.run_id, attempt, window_size(settings))
+            due = lake.next_window(run.run_id, attempt, window_size(settings))
             if due is None or not _is_window_due(due, "steps", run, settings, when):
                 break
             began = time.monotonic()
             is_whole = _is_near_incident(due.window, run.near, settings.margin_steps)
-            num += numbers.roll_up(
+            num += lake.roll_up(
                 run.run_id,
                 due.window,
                 settings.num_worst_ranks,
@@ -107,11 +98,7 @@ def roll_up_run(
 def downsample_run(
     lake: "Lake", run: RunHistory, settings: VolumeSettings, when: DeletionPass
 ) -> int:
-    """Downsample the run's old layers and samples; return the number of deleted rows.
-
-    Raises:
-        StorageError: the current window is unchanged, those before it are done; call again.
-    """
+    """Downsample the run's old layers and samples, as ``roll_up_run`` does with steps."""
     steps = window_size(settings)
     num = sum(
         _delete_due_rows(lake, run, LAYERS, attempt, steps, settings.layer_steps, settings, when)
@@ -153,14 +140,14 @@ def _delete_due_rows(
 
 
 def window_size(settings: VolumeSettings) -> int:
-    """Return the steps of a window: a multiple of the chunk size."""
+    """Return the steps of a window that is rolled up at once: a multiple of the chunk size."""
     return -(-settings.window_steps // CHUNK_STEPS) * CHUNK_STEPS
 
 
 def _is_window_due(
     due: DueWindow, stream: str, run: RunHistory, settings: VolumeSettings, when: DeletionPass
 ) -> bool:
-    """Return whether a window is old and processed, and no decision can still keep it."""
+    """Return whether a window can be deleted: old, processed, and no decision can still keep it."""
     if due.newest_unix_ns >= when.before_unix_ns or not run.is_watched(due, stream):
         return False
     window = due.window
@@ -172,23 +159,13 @@ def _is_window_due(
 
 
 def is_past(attempt: int, end_step: int, present: CurrentStep, settings: VolumeSettings) -> bool:
-    """Return whether no later decision can keep the steps below ``end_step``."""
+    """Return whether no later decision can keep the steps below ``end_step`` from deletion."""
     if attempt != present.attempt:
         return attempt < present.attempt
     return end_step + settings.margin_steps <= present.step
 
 
 def _is_near_incident(window: StepWindow, near: Sequence[int], margin: int) -> bool:
-    """Return whether one of the ascending steps is in the window or within ``margin`` of it."""
+    """Return whether a window stays: an ascending step is in it, or within ``margin`` of it."""
     i = int(np.searchsorted(near, window.first_step - margin))
     return i < len(near) and near[i] <= window.end_step - 1 + margin
-
-
-__all__ = [
-    "CurrentStep",
-    "DeletionPass",
-    "RunHistory",
-    "downsample_run",
-    "roll_up_run",
-    "window_size",
-]

@@ -28,6 +28,3 @@ class VolumeSettings(Settings, frozen=True, kw_only=True):
     maximum."""
     margin_seconds: float = 600.0
     """Hours of samples this near to a decision or an actionable finding stay complete."""
-
-
-__all__ = ["VolumeSettings"]

@@ -36,14 +36,7 @@ def volume_of(numbers: NumberStore, run: Row[Any], settings: VolumeSettings) -> 
         num_bytes=run.num_bytes or 0,
         max_bytes=settings.max_run_bytes,
         thinned=tuple(
-            ThinnedView(
-                stream=part.stream,
-                reason=part.reason,
-                num_rows=part.num_rows,
-                to_step=part.to_step,
-                to_unix_ns=part.to_unix_ns,
-                rule=remaining_rows_text(part.stream, settings),
-            )
+            ThinnedView(**part._asdict(), rule=remaining_rows_text(part.stream, settings))
             for part in numbers.deleted_rows(run.run_id)
         ),
         is_pinned=run.pinned_unix_ns > 0,
@@ -60,6 +53,3 @@ def measure_runs(store: Store, settings: VolumeSettings) -> dict[str, RunVolume]
             now = store.numbers.num_bytes(row.run_id)
             volumes[row.run_id] = msgspec.structs.replace(volume, num_bytes=now)
     return volumes
-
-
-__all__ = ["measure_runs", "remaining_rows_text", "volume_of"]

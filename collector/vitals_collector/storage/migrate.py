@@ -30,13 +30,13 @@ _OF_BEFORE = frozenset(("v1", "v2", *(f"{number:04}" for number in range(1, 11))
 
 
 def lock_migrations(connection: Connection) -> None:
-    """Wait until no other collector opens the database; others wait until the transaction ends."""
+    """Lock the SQL database against other collectors until the transaction ends."""
     if connection.dialect.name == "postgresql":
         connection.execute(sqlalchemy.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
 
 
 def migrate(connection: Connection, where: str) -> None:
-    """Upgrade the database inside the connection's transaction; nothing to do is cheap.
+    """Upgrade the SQL database inside the connection's transaction; nothing to do is cheap.
 
     Raises:
         StorageError: the database was written by a later Vitals, or before the baseline.
@@ -52,13 +52,14 @@ def migrate(connection: Connection, where: str) -> None:
 
 
 def _version_of(connection: Connection) -> str | None:
-    """Return the version stored in the database, or None if the database is new."""
+    """Return the version of the SQL database's tables, or None if the database is new."""
     if not sqlalchemy.inspect(connection).has_table(_VERSION.name):
         return None
     return connection.execute(sqlalchemy.select(_VERSION.c.version_num)).scalar()
 
 
 def _upgrade(connection: Connection, current: str, where: str) -> None:
+    """Run the migrations that a database of an earlier version needs; reject unknown versions."""
     from alembic import command
     from alembic.script import ScriptDirectory
 
@@ -81,7 +82,7 @@ def _upgrade(connection: Connection, current: str, where: str) -> None:
 
 
 def migration_config() -> "Config":
-    """Return Alembic's configuration for the migrations in this package."""
+    """Return Alembic's configuration for the migrations of the SQL database."""
     from alembic.config import Config
 
     config = Config()

@@ -46,11 +46,11 @@ class DamageCounter:
         self._lock = threading.Lock()
 
     def attach_to(self, dialect: Dialect) -> None:
-        """Make reads with this engine's dialect report damage here."""
+        """Make reads of the SQL database with this engine's dialect report damage here."""
         setattr(dialect, _NAME, self)
 
     def report(self, text: str) -> None:
-        """Count and log a damaged piece, once."""
+        """Count and log a damaged record of the SQL database, once."""
         with self._lock:
             if text in self._reported:
                 return
@@ -62,6 +62,7 @@ class DamageCounter:
 
 
 def _report_damage(dialect: Dialect, text: str) -> None:
+    """Report a damaged record of the SQL database to the counter of its engine, if it has one."""
     damage: DamageCounter | None = getattr(dialect, _NAME, None)
     if damage is not None:
         damage.report(text)
@@ -78,7 +79,7 @@ class ChecksummedRecord(TypeDecorator[bytes]):
         return zlib.crc32(value).to_bytes(_CRC_BYTES, "big") + value if value else value
 
     def process_result_value(self, value: bytes | None, dialect: Dialect) -> bytes | None:
-        """Return the body; empty if it is damaged, which is reported."""
+        """Return the body of a record from its SQL column; empty, and reported, if damaged."""
         if not value:
             return value
         if not is_record_whole(value):
@@ -88,7 +89,7 @@ class ChecksummedRecord(TypeDecorator[bytes]):
 
 
 def is_record_whole(stored: bytes) -> bool:
-    """Return whether a record's body matches its checksum."""
+    """Return whether the body of a record in the SQL database matches its checksum."""
     return zlib.crc32(stored[_CRC_BYTES:]).to_bytes(_CRC_BYTES, "big") == stored[:_CRC_BYTES]
 
 
@@ -104,22 +105,21 @@ metadata = MetaData(
 # SQLite only auto-increments an INTEGER key.
 _ROW_ID = BigInteger().with_variant(Integer, "sqlite")
 
-RANKS = "ranks"
-"""The stream, and the source, of the numbers over all ranks: no one of them writes it."""
-
 
 def _run_id_column(*, primary_key: bool = False, nullable: bool = False) -> Column[str]:
-    """Return the column of a table that refers to ``runs``."""
+    """Return the column with which a table of the database refers to ``runs``."""
     return Column(
         "run_id", String(26), ForeignKey("runs.run_id"), primary_key=primary_key, nullable=nullable
     )
 
 
 def _integer_column(name: str, default: int = 0) -> Column[int]:
+    """Return an integer column of a table in the SQL database, with a default."""
     return Column(name, BigInteger, nullable=False, default=default, server_default=str(default))
 
 
 def _text_column(name: str) -> Column[str]:
+    """Return a text column of a table in the SQL database, "" by default."""
     return Column(name, Text, nullable=False, default="", server_default="")
 
 
@@ -450,9 +450,3 @@ leases = Table(
 )
 """Leases of several collectors, and their end by the database's clock. ``epoch`` rises with each
 change of holder. Empty on SQLite, which has one collector."""
-
-__all__ = [
-    "ChecksummedRecord",
-    "DamageCounter",
-    "is_record_whole",
-]

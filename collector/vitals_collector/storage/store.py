@@ -8,17 +8,26 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import sqlalchemy
-from sqlalchemy import Connection, Engine, Insert, Table, Update, create_engine, event
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    Table,
+    Update,
+    create_engine,
+    event,
+    select,
+)
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.dialects.sqlite.base import SQLiteDialect
 from sqlalchemy.engine.interfaces import Dialect
@@ -40,7 +49,7 @@ from vitals_collector.numbers.interface import (
 )
 from vitals_collector.numbers.memory import MemoryNumberStore
 from vitals_collector.storage.migrate import lock_migrations, migrate
-from vitals_collector.storage.schema import DamageCounter
+from vitals_collector.storage.schema import DamageCounter, audit, engine_state
 
 # Imported by a store on PostgreSQL: the others start sooner and are smaller without it.
 if TYPE_CHECKING:
@@ -115,12 +124,12 @@ class IngestCounters:
     """Held by whoever counts."""
 
     def reject(self, code: str) -> None:
-        """Count a body that holds no batches; single batches are counted where they are stored."""
+        """Count, among the store's counters, a body that contains no batches."""
         with self.lock:
             self.rejected[code] = self.rejected.get(code, 0) + 1
 
     def refuse(self, code: str) -> None:
-        """Count a request whose token, or its absence, does not allow it."""
+        """Count, among the store's counters, a request that its token does not allow."""
         with self.lock:
             self.refused[code] = self.refused.get(code, 0) + 1
 
@@ -130,7 +139,7 @@ class IngestCounters:
             self.failures[part] = self.failures.get(part, 0) + 1
 
     def defer(self) -> None:
-        """Count a body for which there was no room."""
+        """Count, among the store's counters, a body for which there was no space."""
         with self.lock:
             self.num_deferred += 1
 
@@ -147,7 +156,7 @@ class SteadyClock:
         self.monotonic_ns = clock.monotonic_ns
 
     def time_ns(self) -> int:
-        """Nanoseconds since the Unix epoch, as far as the clock was right at the start."""
+        """Return the Unix time by which arrivals in the store are compared: it never jumps."""
         return self._offset_ns + self.monotonic_ns()
 
 
@@ -167,12 +176,12 @@ class IngestUptime:
         """Since when each thread stores."""
 
     def restart(self, now_ns: int) -> None:
-        """Start again, as after a process start: nothing is known about earlier times."""
+        """Restart the time for which the store has received rows continuously."""
         with self._lock:
             self._since_ns, self._looked_ns = now_ns, None
 
     def looked(self, now_ns: int) -> None:
-        """Record that all runs were checked at that time."""
+        """Record that all runs in the store were checked at this time."""
         with self._lock:
             self._looked_ns = now_ns
 
@@ -186,7 +195,7 @@ class IngestUptime:
 
     @contextmanager
     def storing(self, clock: Clock) -> Iterator[None]:
-        """Record whether received rows are stored; refused rows count as not received."""
+        """Record whether the store takes the received rows; refused ones count as not received."""
         with self._lock:
             self._storing[threading.get_ident()] = clock.time_ns()
         try:
@@ -234,42 +243,27 @@ class OwnedElsewhere(NamedTuple):
     """The last report of this or an earlier owner; empty without one."""
 
 
-class RunClaims(Protocol):
-    """Runs whose rows may be stored here, and other owners."""
+class RunClaims:
+    """Runs whose rows may be stored here, and other owners; here of a store's only collector."""
 
     def claim(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
-        """Acquire the runs without an owner; return the owners of the others.
+        """Acquire the store's runs without an owner; return the owners of the others.
 
         Raises:
             StorageError: the store refused; call again.
         """
+        return {}
 
     def owned(self) -> dict[str, int] | None:
         """Return the owned runs, each with the epoch of its lease; None: all."""
+        return None
 
     def hold(self, connection: Connection, run_ids: Collection[str]) -> set[str]:
-        """Return which of the runs are owned here, and stay so until the transaction ends."""
-
-    def elsewhere(self, connection: Connection) -> list[OwnedElsewhere]:
-        """Return the runs that other collectors own now."""
-
-
-class SoleCollectorClaims:
-    """The claims of a store's only collector."""
-
-    def claim(self, run_ids: Collection[str]) -> dict[str, NotOwnerError]:
-        """Return nothing: no other collector has any."""
-        return {}
-
-    def owned(self) -> None:
-        """Return nothing: all runs are."""
-
-    def hold(self, connection: Connection, run_ids: Collection[str]) -> set[str]:
-        """Return all of them."""
+        """Return the runs in the database that are owned here until the transaction ends."""
         return set(run_ids)
 
     def elsewhere(self, connection: Connection) -> list[OwnedElsewhere]:
-        """Return nothing: there are no others."""
+        """Return the runs in the database that other collectors own now."""
         return []
 
 
@@ -291,7 +285,7 @@ class Store:
         self.damage.attach_to(engine.dialect)
         self.counters = IngestCounters()
         self.after_ingest: list[AfterIngest] = []
-        self.claims: RunClaims = SoleCollectorClaims()
+        self.claims = RunClaims()
         """The runs whose rows may be stored here."""
         self.offsets: dict[StreamKey, StreamOffset] = {}
         """Offsets of streams written by this process; ingest compares them with the database before
@@ -307,12 +301,12 @@ class Store:
 
     @property
     def where(self) -> str:
-        """The database's URL without its password, for messages."""
+        """Return the database's URL without its password, for messages."""
         return self.engine.url.render_as_string(hide_password=True)
 
     @contextmanager
     def read_transaction(self) -> Iterator[Connection]:
-        """Yield a connection whose reads see one snapshot."""
+        """Yield a connection to the SQL database whose reads see one snapshot."""
         with (
             self._one_at_a_time(),
             self._translate_db_errors(),
@@ -325,7 +319,7 @@ class Store:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """Yield a connection inside a transaction; commit durably at the end, or roll back."""
+        """Yield an SQL connection inside a transaction; commit durably at the end, or roll back."""
         turn = self._write_mutex if self._is_sqlite else threading.RLock()
         try:
             with turn, self._translate_db_errors(), self.engine.connect() as connection:
@@ -342,7 +336,7 @@ class Store:
 
     @contextmanager
     def write_rows(self) -> Iterator[Connection]:
-        """Like ``write``, for changes of the database together with the rows.
+        """Write to the SQL database like ``write``, together with the numeric rows.
 
         Acquires the rows' lock first, so that no one waits for the database during a merge.
         """
@@ -350,12 +344,12 @@ class Store:
             yield connection
 
     def snapshot_on(self, connection: Connection) -> "ReadSnapshot":
-        """Return the connection of a ``read_transaction`` together with the numbers."""
+        """Return the SQL connection of a ``read_transaction`` together with the numbers."""
         return ReadSnapshot(connection, self.numbers)
 
     @contextmanager
     def check_writes(self, check: Callable[[Connection], None]) -> Iterator[None]:
-        """Have ``check`` called first in each transaction that this thread writes, to refuse it."""
+        """Call ``check`` first in each SQL transaction that this thread writes, to refuse it."""
         token = _CHECK.set(check)
         try:
             yield
@@ -365,12 +359,8 @@ class Store:
     def reclaim(self, *, above: float = 0.0, max_pages: int = 512) -> int:
         """Return free pages of an SQLite file to the disk; PostgreSQL does that itself.
 
-        Args:
-            above: do nothing until so large a share of the file is free.
-            max_pages: maximum number of pages, because other pages have to move.
-
-        Returns:
-            Number of returned pages.
+        Do nothing unless a share ``above`` of the file is free. At most ``max_pages`` are returned,
+        because other pages have to move. Return their number.
         """
         if not self._is_sqlite:
             return 0
@@ -409,13 +399,13 @@ class Store:
                 connection.exec_driver_sql("PRAGMA wal_checkpoint")
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections to the SQL database, and the store of numeric rows."""
         self.engine.dispose()
         self.numbers.close()
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
-        """Let one thread at a time use a database in memory."""
+        """Let one thread at a time use an SQL database in memory."""
         # A database in memory is one connection, shared by all threads.
         if isinstance(self.engine.pool, StaticPool):
             with self._write_mutex:
@@ -425,6 +415,7 @@ class Store:
 
     @contextmanager
     def _translate_db_errors(self) -> Iterator[None]:
+        """Raise StorageError instead of the SQL driver's errors."""
         try:
             yield
         except DBAPIError as error:
@@ -456,11 +447,12 @@ class ReadSnapshot(NamedTuple):
 
 
 def _pragma(connection: Connection, name: str) -> int:
+    """Return the value of a pragma of the SQLite database."""
     return int(connection.exec_driver_sql(f"PRAGMA {name}").scalar() or 0)
 
 
 def storage_error(error: DBAPIError, where: str) -> StorageError:
-    """Return the StorageError for an error of the database, with its fix."""
+    """Convert an error of the SQL driver to a StorageError with its fix."""
     message = str(error.orig).strip() or type(error.orig).__name__
     low = message.lower()
     if is_full(message):
@@ -480,7 +472,7 @@ def storage_error(error: DBAPIError, where: str) -> StorageError:
 
 
 def insert(connection: Connection, table: Table) -> "sqlite.Insert | PostgresInsert":
-    """Return the dialect's INSERT, which knows ``on_conflict_do_nothing`` and ``_do_update``."""
+    """Return the SQL dialect's INSERT, which has ``on_conflict_do_nothing`` and ``_do_update``."""
     if connection.dialect.name == "sqlite":
         return sqlite.insert(table)
     from sqlalchemy.dialects import postgresql
@@ -489,7 +481,7 @@ def insert(connection: Connection, table: Table) -> "sqlite.Insert | PostgresIns
 
 
 def open_store(url: str, numbers: NumberStore | None = None, *, busy_seconds: float = 5.0) -> Store:
-    """Return the migrated store at an SQLAlchemy URL; ``sqlite://`` is one in memory.
+    """Open and migrate the SQL database at an SQLAlchemy URL; ``sqlite://`` is in memory.
 
     Args:
         url: ``sqlite:///FILE``, ``sqlite://`` or ``postgresql://USER@HOST/DATABASE``.
@@ -515,7 +507,7 @@ def open_store(url: str, numbers: NumberStore | None = None, *, busy_seconds: fl
 def open_data_store(
     data: Path, url: str = "", *, lake: str = "", busy_seconds: float = 5.0
 ) -> Store:
-    """Return the store in a data directory, made private (directory 0700, file 0600) first.
+    """Open the SQL database in a data directory, made private first (0700, file 0600).
 
     Args:
         data: directory of the database if it is a file, and of the rows unless ``lake`` is set.
@@ -572,7 +564,7 @@ def open_data_store(
 
 
 def known_lake(url: str) -> str:
-    """Return the location of the lake whose catalog is in a PostgreSQL; "" without one.
+    """Return where a PostgreSQL with the lake's catalog has its files; "" without a lake.
 
     Raises:
         UsageError: the URL is not one.
@@ -589,7 +581,7 @@ def known_lake(url: str) -> str:
 
 
 def _known_lake(connection: Connection) -> str:
-    """Return where the database's lake has its files; "" without a lake."""
+    """Query where the PostgreSQL database's lake has its files; "" without a lake."""
     if connection.dialect.name == "sqlite" or not sqlalchemy.inspect(connection).has_table(
         "ducklake_metadata"
     ):
@@ -610,6 +602,7 @@ def _known_lake(connection: Connection) -> str:
 
 
 def _make_private(folder: Path) -> None:
+    """Create the directory for the rows of a store whose SQL tables are in PostgreSQL."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -620,7 +613,7 @@ def _make_private(folder: Path) -> None:
 
 
 def libpq_conninfo(url: str) -> str:
-    """Return the URL of a PostgreSQL in libpq's format, as DuckDB needs it.
+    """Convert the URL of a PostgreSQL database to libpq's format, as DuckDB needs it.
 
     Raises:
         UsageError: the URL is invalid.
@@ -644,7 +637,7 @@ def libpq_conninfo(url: str) -> str:
 
 
 def ensure_data_dir(data: Path) -> Path:
-    """Create the directory with mode 0700 if it is missing; reject one of another user.
+    """Create the directory of the database with mode 0700; reject one of another user.
 
     Raises:
         InsecurePathError: others may enter it, and it holds more than ours.
@@ -674,19 +667,59 @@ def ensure_data_dir(data: Path) -> Path:
     return data
 
 
+def upsert(
+    connection: Connection,
+    table: Table,
+    key: Mapping[str, Any],
+    values: Mapping[str, Any],
+    where: ColumnElement[bool] | None = None,
+) -> None:
+    """Insert the row with this key, or write the values over it if ``where`` holds for it."""
+    statement = insert(connection, table).values({**key, **values})
+    connection.execute(
+        statement.on_conflict_do_update(index_elements=list(key), set_=dict(values), where=where)
+    )
+
+
+def load_state(connection: Connection, name: str) -> bytes | None:
+    """Return a body of ``engine_state``; None if there is none of that name."""
+    query = select(engine_state.c.body).where(engine_state.c.name == name)
+    return connection.execute(query).scalar()
+
+
+def save_states(connection: Connection, bodies: Mapping[str, bytes]) -> None:
+    """Write bodies of ``engine_state`` by name, in the order of names to avoid deadlocks."""
+    if bodies:
+        statement = insert(connection, engine_state)
+        new = {"body": statement.excluded.body}
+        connection.execute(
+            statement.on_conflict_do_update(index_elements=["name"], set_=new),
+            [{"name": name, "body": body} for name, body in sorted(bodies.items())],
+        )
+
+
+def write_audit(
+    connection: Connection, time_unix_ns: int, actor: str, action: str, subject: str, detail: str
+) -> None:
+    """Append an action of a user or of the collector to the audit log."""
+    values = {"actor": actor, "action": action, "subject": subject, "detail": detail}
+    connection.execute(audit.insert().values(time_unix_ns=time_unix_ns, **values))
+
+
 def remove_nul(text: str) -> str:
-    """Return the text without NUL, which PostgreSQL does not store."""
+    """Return the text without NUL, which a PostgreSQL column does not store."""
     return text.replace("\0", "")
 
 
 def unknown_run(run_id: str) -> UsageError:
-    """Return the error for an unknown run."""
+    """Return the error for a run that the database does not have."""
     return UsageError(
         f"there is no run {run_id}", hint="`vitals runs` lists the known runs", code=UNKNOWN
     )
 
 
 def _build_engine(url: str, busy_seconds: float) -> Engine:
+    """Create the SQLAlchemy engine for an SQLite or PostgreSQL URL."""
     try:
         parsed = sqlalchemy.make_url(url)
         if parsed.drivername == "postgresql":
@@ -715,6 +748,7 @@ def _build_engine(url: str, busy_seconds: float) -> Engine:
 
 
 def _unusable_url_error(url: str, error: Exception) -> UsageError:
+    """Return the error for a database URL that SQLAlchemy cannot use."""
     return UsageError(
         f"database URL {_without_password(url)!r} cannot be used: {error}",
         hint="for PostgreSQL: pip install 'trainvitals[postgresql]' and "
@@ -723,12 +757,14 @@ def _unusable_url_error(url: str, error: Exception) -> UsageError:
 
 
 def _without_password(url: str) -> str:
+    """Return a database URL without its password, for an error message."""
     head, at, tail = url.rpartition("@")
     scheme, is_url, _ = head.partition("://")
     return f"{scheme if is_url else ''}{is_url}***{at}{tail}" if at else url
 
 
 def _set_pragmas(connection: sqlite3.Connection, _record: object) -> None:
+    """Set the pragmas of a new SQLite connection: WAL, durable commits, foreign keys."""
     # SQLAlchemy sends BEGIN (see below), so that a read is a snapshot and a write starts as one.
     connection.isolation_level = None
     # Some builds overwrite all deleted data with zeros: on a full disk, that takes the journal
@@ -753,7 +789,7 @@ def _begin(connection: Connection) -> None:
 
 @lru_cache
 def _positional_dialect(name: str) -> Dialect:
-    """Return the dialect by its name, with parameters by position."""
+    """Return the SQL dialect by its name, with parameters by position."""
     if name == "sqlite":
         return SQLiteDialect(paramstyle="qmark")
     from sqlalchemy.dialects.postgresql.base import PGDialect
@@ -762,27 +798,21 @@ def _positional_dialect(name: str) -> Dialect:
 
 
 class PreparedStatement:
-    """An INSERT or UPDATE with values by position, in the order of ``names``.
+    """An UPDATE with values by position, in the order of ``names``, its ``bindparam``s.
 
     It costs as much as the driver's own ``executemany``. SQLAlchemy compiles the statement once for
     each dialect; its further work per row (dictionaries, defaults, conversions without effect here)
     costs several times what the database needs for the row, and every row of every rank is written
     here.
-
-    Args:
-        statement: the statement, or a function that makes it for a dialect's name.
-        names: its parameters: columns of an INSERT, ``bindparam`` names of an UPDATE.
     """
 
-    def __init__(
-        self, statement: Insert | Update | Callable[[str], Insert | Update], names: Sequence[str]
-    ) -> None:
+    def __init__(self, statement: Update, names: Sequence[str]) -> None:
         self._statement = statement
         self._names = tuple(names)
         self._compiled = lru_cache(self._compile)
 
     def execute(self, connection: Connection, rows: Sequence[tuple[Any, ...]]) -> int:
-        """Run it for each row; return how many rows of the table there were to change."""
+        """Run the SQL statement for each row; return how many rows of the table it changed."""
         if not rows:
             return 0
         sql, order = self._compiled(connection.dialect.name)
@@ -791,26 +821,6 @@ class PreparedStatement:
 
     def _compile(self, dialect: str) -> tuple[str, Callable[[tuple[Any, ...]], Any] | None]:
         """Return the statement's SQL in a dialect, and how to order its values."""
-        rendered = self._statement
-        statement = rendered(dialect) if callable(rendered) else rendered
-        keys = self._names if isinstance(statement, Insert) else None
-        compiled = statement.compile(dialect=_positional_dialect(dialect), column_keys=keys)
+        compiled = self._statement.compile(dialect=_positional_dialect(dialect))
         places = [self._names.index(name) for name in compiled.positiontup or ()]
         return str(compiled), None if places == [*range(len(self._names))] else itemgetter(*places)
-
-
-__all__ = [
-    "LOCKED",
-    "UNKNOWN",
-    "OwnedElsewhere",
-    "PreparedStatement",
-    "ReadSnapshot",
-    "RunClaims",
-    "SoleCollectorClaims",
-    "Store",
-    "ensure_data_dir",
-    "open_data_store",
-    "open_store",
-    "remove_nul",
-    "unknown_run",
-]

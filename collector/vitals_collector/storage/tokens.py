@@ -18,8 +18,8 @@ from trainvitals.clock import Clock
 from trainvitals.errors import StorageError, UnauthorizedError, UsageError
 from trainvitals.identity import check_run_id
 from trainvitals.question import TokenScope
-from vitals_collector.storage.schema import audit, runs, tokens
-from vitals_collector.storage.store import UNKNOWN, Store
+from vitals_collector.storage.schema import runs, tokens
+from vitals_collector.storage.store import UNKNOWN, Store, write_audit
 
 PREFIX = "vitals_"
 """Prefix of each secret, by which secret scanners recognize it."""
@@ -52,21 +52,15 @@ class Principal(NamedTuple):
 
     @property
     def is_limited(self) -> bool:
-        """Whether it is for one project or run only."""
+        """Return whether the token in the database is only for one project or run."""
         return bool(self.project or self.run_id)
 
     def with_writer_key(self, key: bytes) -> "Principal":
-        """Return the same principal as the sender of batches with this key."""
+        """Return the token's identity as the sender of batches with this key."""
         return self._replace(writer_key_hash=hashlib.sha256(key).hexdigest())
 
     def may_write(self, run_id: str, owner: str, project: str) -> bool:
-        """Return whether it may write to an existing run.
-
-        Args:
-            run_id: which.
-            owner: owner of the token that created it.
-            project: its project.
-        """
+        """Return whether the token may write to a run that is in the database."""
         if self.writes_all:
             return True
         if self.run_id:
@@ -74,7 +68,7 @@ class Principal(NamedTuple):
         return project == self.project if self.project else owner == self.owner
 
     def reach(self, connection: Connection, scope: TokenScope) -> frozenset[str] | None:
-        """Return the runs for which the scope may be used; None: for all."""
+        """Query the runs for which the token may be used with the scope; None: all."""
         if self.run_id:
             return frozenset((self.run_id,))
         if self.project:
@@ -105,11 +99,7 @@ class KnownTokens:
         self.reload()
 
     def reload(self) -> None:
-        """Reload the tokens.
-
-        Raises:
-            StorageError: the database refused.
-        """
+        """Reload the tokens from the SQL database."""
         known = {}
         with self._store.read_transaction() as connection:
             for row in connection.execute(select(tokens)):
@@ -119,7 +109,7 @@ class KnownTokens:
         self._by_hash = known
 
     def find(self, secret: str) -> Principal:
-        """Return the identity of a secret; without scopes if the secret is unknown.
+        """Return the identity of a token in the database by its secret; unknown: no scopes.
 
         Raises:
             UnauthorizedError: the token has expired or was revoked.
@@ -151,15 +141,16 @@ class KnownTokens:
         )
 
     def start(self) -> None:
-        """Start to follow changes."""
+        """Start the thread that follows changes of tokens in the SQL database."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop to follow changes of the tokens."""
+        """Stop following changes of tokens in the SQL database."""
         self._stop.set()
         self._thread.join()
 
     def _reload_periodically(self) -> None:
+        """Reload the tokens from the SQL database every few seconds, in a thread."""
         while not self._stop.wait(LOOK_SECONDS):
             try:
                 self.reload()
@@ -182,7 +173,7 @@ def create(
     by: str,
     now_unix_ns: int,
 ) -> tuple[str, str]:
-    """Add a token; return its id, and the secret, which is stored nowhere.
+    """Store a new token; return its id, and the secret, which is stored only as a hash.
 
     Raises:
         UsageError: no or a wrong owner, scope or limit.
@@ -212,9 +203,8 @@ def create(
         "expires_unix_ns": expires_unix_ns,
     }
     connection.execute(insert(tokens).values(values))
-    _insert_audit_row(
-        connection, "create token", token_id, by, now_unix_ns, f"{owner}: {values['scopes']}"
-    )
+    detail = f"{owner}: {values['scopes']}"
+    write_audit(connection, now_unix_ns, by, "create token", f"token/{token_id}", detail)
     return token_id, secret
 
 
@@ -227,15 +217,10 @@ def rotate(
     by: str,
     now_unix_ns: int,
 ) -> tuple[Row[tuple[object, ...]], str]:
-    """Give a token a new secret; return its row and the secret. It keeps its writers.
+    """Store a new secret for a token; return its row and the secret. It keeps its writers.
 
-    Args:
-        connection: of a transaction.
-        token_id: which.
-        overlap_seconds: how long the previous secret stays valid.
-        expires_unix_ns: new time of expiry; None keeps it.
-        by: identity of the user.
-        now_unix_ns: when.
+    The previous secret stays valid for ``overlap_seconds``. ``expires_unix_ns``: None keeps the
+    time of expiry.
 
     Raises:
         UsageError: there is no such token, it was revoked, or it would have expired already.
@@ -258,12 +243,12 @@ def rotate(
         "expires_unix_ns": expires,
     }
     connection.execute(update(tokens).where(tokens.c.token_id == token_id).values(values))
-    _insert_audit_row(connection, "rotate token", token_id, by, now_unix_ns, row.owner)
+    write_audit(connection, now_unix_ns, by, "rotate token", f"token/{token_id}", row.owner)
     return row, secret
 
 
 def revoke(connection: Connection, token_id: str, *, by: str, now_unix_ns: int) -> None:
-    """Revoke a token; its writers stay its own. Revoking it again has no effect.
+    """Mark a token in the database as revoked; its writers stay its own.
 
     Raises:
         UsageError: there is no such token.
@@ -273,23 +258,24 @@ def revoke(connection: Connection, token_id: str, *, by: str, now_unix_ns: int) 
         return
     is_it = tokens.c.token_id == token_id
     connection.execute(update(tokens).where(is_it).values(revoked_unix_ns=now_unix_ns))
-    _insert_audit_row(connection, "revoke token", token_id, by, now_unix_ns, row.owner)
+    write_audit(connection, now_unix_ns, by, "revoke token", f"token/{token_id}", row.owner)
 
 
 def list_tokens(connection: Connection) -> Iterable[Row[tuple[object, ...]]]:
-    """Return all tokens, the oldest first; secrets only as their hash."""
+    """Query all tokens in the database, the oldest first; secrets only as their hash."""
     order = (tokens.c.created_unix_ns, tokens.c.token_id)
     return connection.execute(select(tokens).order_by(*order)).all()
 
 
 def state_of(row: Row[tuple[object, ...]], now_unix_ns: int) -> str:
-    """Return whether a token is active, expired or revoked."""
+    """Return whether a row of the table of tokens is active, expired or revoked."""
     if row.revoked_unix_ns:
         return "revoked"
     return "expired" if 0 < row.expires_unix_ns <= now_unix_ns else "active"
 
 
 def _token_row(connection: Connection, token_id: str) -> Row[tuple[object, ...]]:
+    """Query the row of a token, or raise an error if the database has none."""
     row = connection.execute(select(tokens).where(tokens.c.token_id == token_id)).first()
     if row is None:
         raise UsageError(
@@ -301,40 +287,16 @@ def _token_row(connection: Connection, token_id: str) -> Row[tuple[object, ...]]
 
 
 def _parse_scopes(scopes: str) -> frozenset[TokenScope]:
+    """Convert the scopes in a token's row to a set; control includes read."""
     scope_names = scopes.split()
     named = {scope for scope in get_args(TokenScope) if scope in scope_names}
     return frozenset(named | {"read"} if "control" in named else named)
 
 
 def _new_secret() -> str:
+    """Create the random secret of a new token; the database gets only its hash."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def _hash(secret: str) -> str:
-    """Return the hash under which a token's secret is stored."""
     return hashlib.sha256(secret.encode()).hexdigest()
-
-
-def _insert_audit_row(
-    connection: Connection, action: str, token_id: str, by: str, now_unix_ns: int, detail: str
-) -> None:
-    values = {
-        "time_unix_ns": now_unix_ns,
-        "actor": by,
-        "action": action,
-        "subject": f"token/{token_id}",
-        "detail": detail,
-    }
-    connection.execute(insert(audit).values(values))
-
-
-__all__ = [
-    "OWN",
-    "KnownTokens",
-    "Principal",
-    "create",
-    "list_tokens",
-    "revoke",
-    "rotate",
-    "state_of",
-]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from trainvitals.views import Along, DecisionView, DifferenceReply
+from trainvitals.views import DecisionView, DifferenceReply
 from vitals_dashboard.charts.lines import (
     ChartCurve,
     ChartLine,
@@ -18,7 +18,7 @@ from vitals_dashboard.charts.marks import ChartMark, decision_marks, merge_marks
 from vitals_dashboard.charts.scale import STEPS, TIMES, Axis, StepScale, token_size
 
 Size = Literal["full", "half", "quarter"]
-"""Of the page's width; on a phone, one chart per row."""
+"""Relative to the width of the page; on a phone, one chart per row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Chart:
 
     @property
     def num_points(self) -> int:
-        """Number of points and marks sent to the browser."""
+        """Return the number of the chart's points and marks that the browser gets."""
         return sum(len(curve.x) for curve in self.curves) + len(self.marks)
 
 
@@ -164,7 +164,7 @@ def groups_chart(
     log: bool = False,
     height: int = 380,
 ) -> Chart:
-    """Return the mean of each group of runs, with a band from its lowest to its highest run."""
+    """Return a chart of each group of runs: the mean, and a band from lowest to highest run."""
     scale = _scale_of([line for _, lines in groups for line in lines])
     return Chart(
         title=chart_text(title),
@@ -188,17 +188,15 @@ def difference_chart(
     *,
     height: int = 240,
 ) -> Chart:
-    """Return each other run's difference to the first, where both have steps.
+    """Return a chart of each other run's difference to the first, where both have steps.
 
-    Args:
-        title: title of the chart.
-        lines: the runs' curves, the first one first.
-        differences: of each of the others to the first.
-        height: of the curves' area with its axis, in pixels.
+    ``lines`` starts with the first run.
     """
     first, *rest = lines
     scale = _scale_of(lines)
     note = f"above 0: more than {first.label}"
+    # The divisor of x for an axis in tokens or in hours.
+    sizes = {"tokens": token_size(scale.unit), "time": 3.6e6}
     note += "; interpolated where steps differ" * any(d.is_interpolated for d in differences)
     return Chart(
         title=chart_text(title),
@@ -206,7 +204,7 @@ def difference_chart(
             ChartCurve(
                 name=line.label,
                 colour=number,
-                x=[x / _axis_unit_size(difference.along, scale.unit) for x in difference.x],
+                x=[x / sizes.get(difference.along, 1.0) for x in difference.x],
                 y=difference.value,
                 num_total=difference.num_total,
             )
@@ -219,11 +217,6 @@ def difference_chart(
         note=note,
         height=height,
     )
-
-
-def _axis_unit_size(along: Along, unit: str) -> float:
-    """Return the divisor of x values for an axis in tokens or in hours."""
-    return {"tokens": token_size(unit), "time": 3.6e6}.get(along, 1.0)
 
 
 def _scale_of(lines: Sequence[ChartLine]) -> StepScale:
@@ -253,6 +246,5 @@ def _axis_width(ends: tuple[float, float] | None, curves: Sequence[ChartCurve]) 
 
 
 def _with_unit(title: str, lines: Sequence[ChartLine]) -> str:
-    """Return a chart's title with the displayed unit of its lines."""
     unit = display_unit(lines[0].reply.unit)[0] if lines else ""
     return chart_text(f"{title}, {unit}" if unit else title)

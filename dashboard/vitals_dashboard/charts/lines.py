@@ -36,7 +36,7 @@ class ChartLine:
 
     @property
     def label(self) -> str:
-        """The name, fit for a chart."""
+        """Return the name of the line as one short text for the chart's legend."""
         return chart_text(self.name, 48)
 
 
@@ -60,14 +60,14 @@ class ChartCurve:
 
 @lru_cache(maxsize=4_096)
 def chart_text(text: str, limit: int = 120) -> str:
-    """Return external text as one line, without control characters or markup."""
+    """Return external text for a chart as one line, without control characters or markup."""
     return formatting.plain(text, limit)
 
 
 def series_points(
     reply: SeriesReply, *, scale: StepScale = STEPS, factor: float = 1.0, log: bool = False
 ) -> list[Point]:
-    """Return the curve's points; None is a gap: a non-finite value, or one no log axis can show."""
+    """Return the points of a curve; None is a gap: a non-finite value, or one no log axis shows."""
     return [
         (at, None if value is None or (log and value <= 0) else value * factor)
         for at, value in zip(scale.xs(reply), reply.value, strict=True)
@@ -113,7 +113,7 @@ def curves_of(
 def group_curves(
     name: str, lines: Sequence[ChartLine], *, colour: int, log: bool = False
 ) -> list[ChartCurve]:
-    """Return the band from the lowest to the highest run of a group, and the mean of its runs.
+    """Return the curves of a group of runs: a band from lowest to highest, and the mean.
 
     Runs are linear between their points. The curves cover what all of them cover; one run has no
     band.
@@ -142,7 +142,7 @@ def group_curves(
 
 
 def _by_attempt(line: ChartLine, drawn: Sequence[Point]) -> Iterator[list[Point]]:
-    """Yield the points of each attempt: no line joins two branches, which may overlap."""
+    """Yield the points of a curve by attempt: no line joins two branches, which may overlap."""
     attempts = line.reply.attempt
     for attempt in sorted(set(attempts)):
         attempt_points = [point for of, point in zip(attempts, drawn, strict=True) if of == attempt]
@@ -150,5 +150,5 @@ def _by_attempt(line: ChartLine, drawn: Sequence[Point]) -> Iterator[list[Point]
 
 
 def display_unit(unit: str) -> tuple[str, float]:
-    """Return the displayed unit and the factor to it from the base unit."""
+    """Return the unit in which a chart shows its curves, and the factor from the base unit."""
     return UNITS.get(unit, (unit, 1.0))

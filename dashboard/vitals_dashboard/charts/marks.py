@@ -12,13 +12,8 @@ from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from trainvitals.views import (
-    AlertView,
-    AnnotationView,
-    CheckpointView,
-    DecisionView,
-    SeriesReply,
-)
+from trainvitals.records import Decision
+from trainvitals.views import AlertView, AnnotationView, CheckpointView, DecisionView, SeriesReply
 from vitals_dashboard import formatting
 from vitals_dashboard.charts.scale import STEPS, StepScale
 from vitals_dashboard.theme import ACTIONS, NON_FINITE_COLOUR
@@ -29,7 +24,7 @@ one."""
 MAX_TEXT = 320
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MarkLook:
     """Shape, color and name of one kind of mark."""
 
@@ -45,23 +40,14 @@ class MarkLook:
 
 
 DECISIONS = {
-    action: MarkLook(
-        word=look.word,
-        colour=look.colour,
-        symbol=look.symbol,
-        lane=0,
-        line=look.line,
-        width=look.width,
-    )
+    action: MarkLook(look.word, look.colour, look.symbol, lane=0, line=look.line, width=look.width)
     for action, look in ACTIONS.items()
 }
-ALERT = MarkLook(word="alert", colour="#D55E00", symbol="bell", lane=1)
-NOTE = MarkLook(word="note", colour="#56B4E9", symbol="bubble", lane=2, line="dotted")
-CHECKPOINT = MarkLook(word="checkpoint", colour="#009E73", symbol="flag", lane=3, size=9)
-LR_CUT = MarkLook(word="LR cut", colour="#7A5C00", symbol="down", lane=0, line="dashed")
-NON_FINITE = MarkLook(
-    word="non-finite", colour=NON_FINITE_COLOUR, symbol="cross", lane=-1, line="", size=9
-)
+ALERT = MarkLook("alert", "#D55E00", "bell", lane=1)
+NOTE = MarkLook("note", "#56B4E9", "bubble", lane=2, line="dotted")
+CHECKPOINT = MarkLook("checkpoint", "#009E73", "flag", lane=3, size=9)
+LR_CUT = MarkLook("LR cut", "#7A5C00", "down", lane=0, line="dashed")
+NON_FINITE = MarkLook("non-finite", NON_FINITE_COLOUR, "cross", lane=-1, size=9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +64,7 @@ class ChartMark:
 
 
 def mark_text(view: DecisionView) -> str:
-    """Return a description of a decision: action, step, and reason."""
+    """Describe a decision for its mark on the curves: action, step, and reason."""
     decision = view.decision
     look = ACTIONS[decision.action]
     done = look.word if decision.acted else f"{look.word}  (observed, not done)"
@@ -101,8 +87,16 @@ def decision_marks(decisions: Iterable[DecisionView], scale: StepScale = STEPS) 
         )
         for view, x in zip(shown_views, places, strict=True)
     ]
-    cuts = [view for view in shown_views if view.decision.acted and view.decision.lr_factor != 1.0]
-    return [*marks, *_place_marks(LR_CUT, list(map(_lr_cut, cuts)), scale, _lr_cut_text)]
+
+    def say(cut: _LrCut) -> str:
+        return f"learning rate x {cut.factor:g} from step {cut.step:,}"
+
+    cuts = [
+        _lr_cut(view.decision)
+        for view in shown_views
+        if view.decision.acted and view.decision.lr_factor != 1.0
+    ]
+    return [*marks, *_place_marks(LR_CUT, cuts, scale, say)]
 
 
 class _LrCut(NamedTuple):
@@ -111,19 +105,14 @@ class _LrCut(NamedTuple):
     factor: float
 
 
-def _lr_cut(view: DecisionView) -> _LrCut:
-    """Return the cut of the learning rate that a decision made."""
-    decision = view.decision
+def _lr_cut(decision: Decision) -> _LrCut:
+    """Return the cut of the learning rate that a decision made, for its mark on the curves."""
     back_to = decision.rollback_to_step
     return _LrCut(back_to if back_to >= 0 else decision.step, decision.lr_factor)
 
 
-def _lr_cut_text(cut: _LrCut) -> str:
-    return f"learning rate x {cut.factor:g} from step {cut.step:,}"
-
-
 def alert_marks(alerts: Iterable[AlertView], scale: StepScale = STEPS) -> list[ChartMark]:
-    """Return a mark for each alert that fired at a step."""
+    """Return a mark on the curves for each alert that fired at a step."""
 
     def say(alert: AlertView) -> str:
         return f"{alert.name} ({alert.state}) at step {alert.step:,}: {alert.summary}"
@@ -135,7 +124,7 @@ def alert_marks(alerts: Iterable[AlertView], scale: StepScale = STEPS) -> list[C
 def checkpoint_marks(
     checkpoints: Iterable[CheckpointView], scale: StepScale = STEPS
 ) -> list[ChartMark]:
-    """Return a mark for each checkpoint and snapshot, with its state."""
+    """Return a mark on the curves for each checkpoint and snapshot, with its state."""
 
     def say(checkpoint: CheckpointView) -> str:
         return (
@@ -150,7 +139,7 @@ def checkpoint_marks(
 
 
 def note_marks(annotations: Iterable[AnnotationView], scale: StepScale = STEPS) -> list[ChartMark]:
-    """Return a mark for each note of a user or of the training itself."""
+    """Return a mark on the curves for each note of a user or of the training itself."""
 
     def say(note: AnnotationView) -> str:
         return f"step {note.step:,}, {note.by or 'the training'}: {note.text}"
@@ -180,12 +169,9 @@ def nonfinite_marks(
     scale: StepScale = STEPS,
     attempts: Mapping[int, int] = MappingProxyType({}),
 ) -> list[ChartMark]:
-    """Return a mark for every non-finite step of the series.
+    """Return a mark on the curves for every non-finite step of the series.
 
-    Args:
-        replies: the series.
-        scale: positions of steps.
-        attempts: numbers by id; a mark names its own if it is known.
+    ``attempts`` has the numbers of attempts by id; a mark names its own if it is known.
     """
     seen: dict[tuple[int, int, str, str], float] = {}
     for reply in replies:
@@ -211,14 +197,10 @@ def nonfinite_marks(
 
 
 def merge_marks(marks: Sequence[ChartMark], width: float) -> list[ChartMark]:
-    """Return the marks, sorted, with indistinguishable ones of one kind merged.
+    """Return a chart's marks, sorted, with indistinguishable ones of one kind merged.
 
     Merged groups change only where marks are added, until ``width`` has doubled: marks in the
-    browser stay valid.
-
-    Args:
-        marks: of any kinds.
-        width: visible width along x.
+    browser stay valid. ``width`` is the visible width along x.
     """
     apart = 2.0 ** math.ceil(math.log2(width / PARTS)) if width > 0 else 1.0
     groups: dict[tuple[str, int], list[ChartMark]] = {}
@@ -228,6 +210,7 @@ def merge_marks(marks: Sequence[ChartMark], width: float) -> list[ChartMark]:
 
 
 def _merge_chart_marks(group: Sequence[ChartMark]) -> ChartMark:
+    """Merge marks at nearly the same place of a chart into one that lists or counts them."""
     first = group[0]
     if len(group) == 1:
         return first

@@ -14,7 +14,7 @@ _EDGE = 3.0
 
 
 def sparkline(reply: SeriesReply | None, look: Palette) -> str:
-    """Return the curve as the data URL of an image; "" without any value."""
+    """Return a word-sized curve as the data URL of an image; "" without any value."""
     if reply is None or not reply.step:
         return ""
     xs = _scale_to_interval(reply.step, _EDGE, WIDTH - _EDGE)

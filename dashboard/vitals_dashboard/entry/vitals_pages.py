@@ -31,10 +31,7 @@ st.navigation(
             url_path="alerts",
         ),
         st.Page(
-            "vitals_page_query.py",
-            title="Query",
-            icon=":material/manage_search:",
-            url_path="query",
+            "vitals_page_query.py", title="Query", icon=":material/manage_search:", url_path="query"
         ),
         # Pages of one run: the bar on each of them links to the others, and keeps the run.
         *(

@@ -37,15 +37,7 @@ def render() -> None:
     """Draw the dashboard page of alerts."""
     layout.heading("Alerts")
     with st.container(horizontal=True, vertical_alignment="center", key="alert_controls"):
-        shown = st.segmented_control(
-            "Show",
-            SHOWN,
-            default="firing",
-            required=True,
-            key="show",
-            bind="query-params",
-            label_visibility="collapsed",
-        )
+        shown = layout.draw_choice("Show", SHOWN, "show", label_visibility="collapsed")
         text = st.text_input(
             "Search",
             key="alert",
@@ -59,12 +51,11 @@ def render() -> None:
         st.space("stretch")
         live = layout.live_toggle()
     layout.draw_periodically(
-        lambda source: _draw_body(source, str(shown), str(text or "")), live=live, key="alerts_body"
+        lambda source: _draw_body(source, shown, str(text or "")), live=live, key="alerts_body"
     )
 
 
 def _draw_body(source: DataSource, shown: str, text: str) -> None:
-    """Draw the alerts page below its controls, for the chosen state and search."""
     every = source.client.ask(AlertsQuestion())
     runs = {run.run_id: run for run in source.client.ask(RunsQuestion())} if every else {}
     alerts = [alert for alert in every if _matches_search(alert, runs, text)]
@@ -91,7 +82,6 @@ def _draw_body(source: DataSource, shown: str, text: str) -> None:
 
 
 def _matches_search(alert: AlertView, runs: _Runs, text: str) -> bool:
-    """Return whether an alert has all words of the alerts page's search box."""
     of_run = f"{_run_label(alert.run_id, runs)} {alert.run_id}"
     haystack = f"{alert.title} {alert.name} {alert.summary} {of_run}".casefold()
     return all(needle in haystack for needle in text.casefold().split())
@@ -106,7 +96,7 @@ class _AlertGroup:
     alerts: list[AlertView]
 
     def order(self) -> tuple[int, int]:
-        """Return the sort key: pages first, then the latest change."""
+        """Return the sort key of a group on the alerts page: pages first, then latest change."""
         return (
             min(SEVERITIES.index(alert.severity) for alert in self.alerts),
             -max(alert.updated_unix_ns for alert in self.alerts),
@@ -132,6 +122,7 @@ def _group_alerts(
 def _draw_cards(
     source: DataSource, alerts: Sequence[AlertView], runs: _Runs, *, title: str, empty: str
 ) -> None:
+    """Draw one section of the alerts page: its title, and a card for each alert."""
     st.markdown(f"## {title} ({len(alerts):,})")
     if not alerts:
         st.caption(empty)
@@ -151,7 +142,7 @@ def _draw_cards(
 
 
 def _head(group: _AlertGroup, runs: _Runs) -> None:
-    """Draw the heading of a group of alerts, and the link to its incident."""
+    """Draw the heading of a group on the alerts page, and the link to its incident."""
     with st.container(horizontal=True, vertical_alignment="center", gap="small"):
         if not group.run_id:
             st.markdown("### Vitals itself")
@@ -171,10 +162,12 @@ def _head(group: _AlertGroup, runs: _Runs) -> None:
 
 
 def _run_label(run_id: str, runs: _Runs) -> str:
+    """Return the name under which the alerts page shows an alert's run."""
     return formatting.run_label(runs[run_id].name if run_id in runs else "", run_id, 60)
 
 
 def _draw_card(source: DataSource, alert: AlertView, runs: _Runs) -> None:
+    """Draw an alert as a card on the alerts page, with its facts and actions."""
     now = source.clock.time_ns()
     key = alert.fingerprint
     with st.container(border=True, key=f"alert_{key}"):
@@ -209,14 +202,14 @@ def _draw_card(source: DataSource, alert: AlertView, runs: _Runs) -> None:
 
 
 def _query_params(alert: AlertView) -> dict[str, str]:
-    """Return the URL parameters of an alert's run, at the alert's step."""
+    """Return the URL parameters for the alerts page's link to the curves at an alert's step."""
     if alert.step < 0:
         return {"run": alert.run_id}
     return layout.curves_query_params(alert.run_id, alert.step, alert.step)
 
 
 def _facts_line(alert: AlertView, runs: _Runs, now: int) -> str:
-    """Return an alert's run, step, age and silence in one line."""
+    """Return the line on an alert's card on its page: run, step, age and silence."""
     facts = [
         _run_label(alert.run_id, runs),
         f"step {alert.step:,}" if alert.step >= 0 else "",
@@ -232,6 +225,7 @@ def _facts_line(alert: AlertView, runs: _Runs, now: int) -> str:
 
 
 def _draw_alert_actions(control: CollectorClient, alert: AlertView) -> None:
+    """Draw the forms on the alerts page with which a user acknowledges or silences an alert."""
     key = alert.fingerprint
     with (
         st.popover("Acknowledge", key=f"open_{key}"),
@@ -268,7 +262,7 @@ def _draw_alert_actions(control: CollectorClient, alert: AlertView) -> None:
 
 
 def _send_ack(control: CollectorClient, fingerprint: str, request: AckRequest, done: str) -> str:
-    """Acknowledge or silence an alert; return the outcome as text."""
+    """Send what a user entered on the alerts page: an acknowledgment or a silence."""
     try:
         control.ack_alert(fingerprint, request)
     except VitalsError as error:

@@ -25,7 +25,6 @@ def render() -> None:
 
 
 def _draw_body(source: DataSource, run: RunSummary) -> None:
-    """Draw the body of the checkpoints page."""
     every = source.client.ask(CheckpointsQuestion(run_id=run.run_id))
     if not every:
         st.caption(
@@ -72,7 +71,7 @@ def _draw_body(source: DataSource, run: RunSummary) -> None:
 
 
 def rollback_target(every: Sequence[CheckpointView]) -> CheckpointView | None:
-    """Return the checkpoint that the policy would roll back to."""
+    """Return the checkpoint that the page shows as the policy's target of a rollback."""
     newest = newest_healthy(
         [
             CheckpointRef(
@@ -91,7 +90,7 @@ def rollback_target(every: Sequence[CheckpointView]) -> CheckpointView | None:
 
 
 def _draw_totals(every: Sequence[CheckpointView]) -> None:
-    """Draw a run's numbers of checkpoints by state, and their sizes."""
+    """Draw the numbers at the top of the checkpoints page: by state, and sizes."""
     stored = [c for c in every if c.state not in ("retired", "bad")]
     memory, disk = (sum(c.num_bytes for c in stored if c.where == w) for w in ("memory", "disk"))
     values = (
@@ -110,6 +109,7 @@ def _draw_totals(every: Sequence[CheckpointView]) -> None:
 def _draw_rollback_option(
     source: DataSource, run: RunSummary, detail: RunDetail, target: CheckpointView | None
 ) -> None:
+    """Draw on the checkpoints page where a commanded rollback goes, and its form."""
     with st.container(border=True, key="prose_target", gap="small"):
         if target is None:
             st.text("No checkpoint is healthy: a rollback would be refused.")
@@ -127,6 +127,7 @@ def _draw_rollback_option(
 
 
 def _draw_rollback_target(target: CheckpointView | None) -> None:
+    """Draw on the checkpoints page the latest healthy checkpoint of a run that has stopped."""
     with st.container(border=True, key="prose_target", gap="small"):
         notice = "No healthy checkpoint on disk."
         if target is not None:
@@ -138,13 +139,14 @@ def _draw_rollback_target(target: CheckpointView | None) -> None:
 
 
 def _own_choice(detail: RunDetail) -> str:
-    """Return which checkpoint an automatic rollback takes, as a sentence."""
+    """Return the checkpoints page's sentence on what an automatic rollback takes."""
     margin = detail.info.judge.get("ladder", {}).get("margin")
     steps = f"{margin} steps" if isinstance(margin, int) else "a margin"
     return f"An automatic rollback takes the newest healthy one at least {steps} before the onset."
 
 
 def _draw_checkpoint(source: DataSource, run: RunSummary, checkpoint: CheckpointView) -> None:
+    """Draw the selected checkpoint on its page, with the form to roll back to it."""
     with st.container(border=True, key="prose_checkpoint", gap="small"):
         st.text(
             f"{formatting.plain(checkpoint.checkpoint_id, 60)}:"

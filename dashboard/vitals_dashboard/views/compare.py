@@ -43,15 +43,7 @@ def render() -> None:
     layout.heading("Compare")
     load_charts()
     with st.container(horizontal=True, vertical_alignment="center", key="compare_controls"):
-        axis = st.segmented_control(
-            "Aligned by",
-            ALONG,
-            default="step",
-            required=True,
-            key="along",
-            bind="query-params",
-            label_visibility="collapsed",
-        )
+        axis = layout.draw_choice("Aligned by", ALONG, "along", label_visibility="collapsed")
         smoothing = st.slider(
             "Smoothing",
             0.0,
@@ -65,24 +57,14 @@ def render() -> None:
             label_visibility="collapsed",
         )
         log = st.toggle("Log", key="log", bind="query-params")
-        group = st.selectbox(
-            "Mean of runs by",
-            search.GROUPS,
-            index=None,
-            key="mean_by",
-            bind="query-params",
-            placeholder="Mean by (or type config.KEY)",
-            label_visibility="collapsed",
-            accept_new_options=True,
-            width=230,
-        )
+        group = layout.draw_group_choice("Mean of runs by", search.GROUPS, "mean_by", "Mean by")
         st.space("stretch")
         live = layout.live_toggle()
     options = CompareControls(
-        axis=axis if axis in ALONG else "step",
+        axis=axis,
         smoothing=float(smoothing),
         log=bool(log),
-        group=str(group or "").strip(),
+        group=group,
     )
     layout.draw_runs_periodically(
         lambda source: _draw_body(source, options), _requested_runs(), live=live, key="compare_body"
@@ -90,7 +72,6 @@ def render() -> None:
 
 
 def _draw_body(source: DataSource, options: CompareControls) -> None:
-    """Draw the body of the page that compares runs."""
     runs = tables.sort_runs(source.client.ask(RunsQuestion()))
     if not runs:
         placeholders.no_runs()
@@ -134,7 +115,7 @@ def _draw_runs(
     metric: str,
     options: CompareControls,
 ) -> None:
-    """Draw the curves of the runs, and the differences to the first one."""
+    """Draw the curves on the compare page, and the differences to the first run."""
     replies: list[DifferenceReply] = []
     if len(lines) > 1 and lines[0].name == names[0]:
         by_name = dict(zip(names, details, strict=True))
@@ -147,6 +128,7 @@ def _draw_runs(
 
 
 def _requested_runs() -> list[str]:
+    """Return the ids of runs in the compare page's URL."""
     return [i for part in st.query_params.get_all("runs") for i in part.split(",") if i]
 
 
@@ -159,10 +141,6 @@ def _draw_run_multiselect(runs: Sequence[RunSummary]) -> list[str]:
         st.text(f"Not here: {formatting.plain(', '.join(missing), 120)}")
     st.session_state["compared"] = compared
 
-    def label(run_id: str) -> str:
-        # The text must not change: a browser identifies its choice by it.
-        return f"{formatting.run_label(by_id[run_id].name, run_id, 60)}  ({run_id[-6:]})"
-
     def follow() -> None:
         st.query_params["runs"] = st.session_state["compared"]
 
@@ -170,7 +148,7 @@ def _draw_run_multiselect(runs: Sequence[RunSummary]) -> list[str]:
         "Runs",
         list(by_id),
         key="compared",
-        format_func=label,
+        format_func=lambda run_id: formatting.run_choice(by_id[run_id].name, run_id),
         on_change=follow,
         max_selections=MAX_RUNS,
         label_visibility="collapsed",
@@ -179,7 +157,7 @@ def _draw_run_multiselect(runs: Sequence[RunSummary]) -> list[str]:
 
 
 def _draw_metric_choice(details: Sequence[RunDetail]) -> str | None:
-    """Draw the choice of a metric that some run has; the address leads."""
+    """Draw the compare page's choice of a metric that some run has; the URL leads."""
     metrics = sorted({m for detail in details for m in detail.metrics if compare.has_steps(m)})
     if not metrics:
         return None
@@ -203,7 +181,7 @@ def _query_run_lines(
     metric: str,
     options: CompareControls,
 ) -> list[ChartLine]:
-    """Return the curves of the runs that have the metric, each on its own steps, tokens or time."""
+    """Query the compare page's curves, each on the steps, tokens or time of its run."""
     request = SeriesRequest(metric=metric, points=POINTS)
     if options.group:
         request = structs.replace(request, mean=True, smoothing=options.smoothing)
@@ -225,12 +203,9 @@ def _query_run_lines(
 def _group_run_lines(
     by: str, details: Mapping[str, RunDetail], lines: Sequence[ChartLine]
 ) -> list[tuple[str, list[ChartLine]]]:
-    """Return the curves of the runs with an equal value, by its name and number of runs.
+    """Group the compare page's curves by an equal value, with its name and number of runs.
 
-    Args:
-        by: a field of the summary, or ``config.KEY``.
-        details: by the names of the runs.
-        lines: the curves, with these names.
+    ``details`` and ``lines`` have the same names of runs.
     """
     line_of = {details[line.name].summary.run_id: line for line in lines}
     runs = [details[line.name].summary for line in lines]
@@ -250,6 +225,7 @@ def _scale_to_tokens(
     names: Sequence[str],
     lines: Sequence[ChartLine],
 ) -> list[ChartLine]:
+    """Place the compare page's curves along tokens; list runs that did not count them."""
     by_name = dict(zip(names, details, strict=True))
     request = SeriesRequest(metric="steps.tokens_seen", points=POINTS // 2)
     counted = {
@@ -274,7 +250,7 @@ def _query_smoothed_lines(
     metric: str,
     options: CompareControls,
 ) -> list[ChartLine]:
-    """Return the means over every value of the curves, if smoothing is on."""
+    """Query the compare page's smoothed curves, if the user has turned smoothing on."""
     if not options.smoothing:
         return []
     request = SeriesRequest(metric=metric, points=POINTS, smoothing=options.smoothing)
@@ -286,7 +262,7 @@ def _query_smoothed_lines(
 
 
 def _say_missing(names: Sequence[str], what: str) -> None:
-    """Draw the names of compared runs that have no curve, and the reason."""
+    """Show on the compare page which runs have no curve, and why."""
     if names:
         st.text(f"Left out ({what}): {', '.join(names)}")
 
@@ -298,6 +274,7 @@ def _draw_curves(
     metric: str,
     options: CompareControls,
 ) -> None:
+    """Draw the charts of the compare page: curves with means, then differences."""
     if not lines:
         return
     drawn = [charts.runs_chart(metric, [*lines, *means], log=options.log)]
@@ -308,6 +285,7 @@ def _draw_curves(
 
 
 def _draw_table(title: str, rows: list[tables.Row], key: str) -> None:
+    """Draw a table with its title on the compare page."""
     st.markdown(f"## {title}")
     st.dataframe(
         rows, key=key, hide_index=True, placeholder="", height=min(38 + 35 * len(rows), 520)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import streamlit as st
 
@@ -10,8 +9,6 @@ from trainvitals.views import DecisionView
 from vitals_dashboard import layout
 from vitals_dashboard.charts import Axis, StepScale
 from vitals_dashboard.charts.marks import mark_text
-
-T = TypeVar("T", bound=str)
 
 RANGE = "range"
 WINDOWS = {"all steps": 0, "last 5000": 5_000, "last 1000": 1_000, "last 200": 200, RANGE: 0}
@@ -41,7 +38,7 @@ class ChartControls:
     discarded: bool
 
     def extent(self, last_step: int) -> tuple[int | None, int | None]:
-        """Return the selected first and last step; None is the run's own."""
+        """Return the steps that the user chose on the run page, first and last; None: all."""
         if self.window:
             return max(0, last_step - self.window), None
         first, last = self.first, self.last
@@ -51,11 +48,11 @@ class ChartControls:
 
 
 def draw_chart_controls() -> ChartControls:
-    """Draw the controls and return their values."""
+    """Draw the controls of the run page and return their values."""
     with st.popover("View", icon=":material/tune:", key="run_view"):  # the curves need the space
-        window = str(_draw_choice("Steps", tuple(WINDOWS), "window"))
+        window = str(layout.draw_choice("Steps", tuple(WINDOWS), "window"))
         first, last = _draw_step_range() if window == RANGE else (None, None)
-        axis = _draw_choice("Along x", AXES, "x")
+        axis = layout.draw_choice("Along x", AXES, "x")
         smoothing = st.slider("Smoothing", 0.0, 0.99, 0.0, 0.01, key="smooth", bind="query-params")
         log_loss = st.toggle("Log loss", key="log", bind="query-params")
         discarded = st.toggle(
@@ -78,21 +75,8 @@ def draw_chart_controls() -> ChartControls:
     )
 
 
-def _draw_choice(label: str, options: Sequence[T], key: str) -> T:
-    """Draw a choice of one of few; the first is what an address without it means."""
-    selected = st.segmented_control(
-        label,
-        options,
-        default=options[0],
-        required=True,
-        key=key,
-        bind="query-params",
-    )
-    return selected if selected in options else options[0]
-
-
 def _draw_step_range() -> tuple[int | None, int | None]:
-    """Draw the range of steps. The address leads: a chart or a link may have changed it."""
+    """Draw the range of steps on the run page; the URL leads, as a chart may have changed it."""
     ends = []
     for name in ENDS:
         key = f"range_{name}"
@@ -113,11 +97,13 @@ def _draw_step_range() -> tuple[int | None, int | None]:
 
 
 def _step_in_address(name: str) -> int | None:
+    """Return the first or last step in the run page's URL; None if it has none."""
     text = st.query_params.get(name, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS else None
 
 
 def _copy_range_to_url() -> None:
+    """Copy the range of steps that a user entered on the run page to its URL."""
     for name in ENDS:
         value = st.session_state.get(f"range_{name}")
         if value is None:
@@ -127,7 +113,7 @@ def _copy_range_to_url() -> None:
 
 
 def zoom_to(first: int, last: int) -> None:
-    """Select a range of steps, also in the URL; for callbacks."""
+    """Select a range of steps on the run page and in its URL; for callbacks."""
     st.session_state["window"] = RANGE
     for name, step in zip(ENDS, (first, last), strict=True):
         st.query_params[name] = str(max(0, step))
@@ -135,7 +121,7 @@ def zoom_to(first: int, last: int) -> None:
 
 
 def apply_zoom(scale: StepScale, ends: tuple[float, float] | None) -> None:
-    """Apply a range that was selected on a chart, or reset."""
+    """Apply to the run page a range that a user selected on a chart, or its reset."""
     if ends is not None:
         zoom_to(scale.step_at(ends[0]), scale.step_at(ends[1]))
     elif st.session_state.get("window") == RANGE:
@@ -146,25 +132,25 @@ def apply_zoom(scale: StepScale, ends: tuple[float, float] | None) -> None:
 
 
 def has_zoomed() -> bool:
-    """Return whether a chart has just chosen a range: then the controls must follow it."""
+    """Return whether a chart of the run page has just chosen a range, which controls follow."""
     return bool(st.session_state.pop(_ZOOMED, False))
 
 
 def around(decisions: Sequence[DecisionView]) -> None:
-    """Draw the way to the steps around a decision."""
+    """Draw on the run page the choice that zooms to the steps around a decision."""
     newest = sorted(decisions, key=lambda view: view.decision.ledger_seq, reverse=True)
-    shown = {view.decision.ledger_seq: view for view in newest if _is_marked(view)}
+    shown = {
+        view.decision.ledger_seq: view for view in newest if view.decision.action != "continue"
+    }
     if not shown:
         return
 
     def go() -> None:
         selected = shown.get(st.session_state["around"])
         if selected is not None:
-            decision = selected.decision
-            first = min(
-                decision.step, _first_affected_step(decision.rollback_to_step, decision.step)
-            )
-            zoom_to(first - MARGIN, decision.step + MARGIN)
+            step, back_to = selected.decision.step, selected.decision.rollback_to_step
+            first = min(step, back_to) if back_to >= 0 else step
+            zoom_to(first - MARGIN, step + MARGIN)
             st.session_state["around"] = None
 
     st.selectbox(
@@ -177,13 +163,3 @@ def around(decisions: Sequence[DecisionView]) -> None:
         placeholder="Go to a decision",
         label_visibility="collapsed",
     )
-
-
-def _is_marked(view: DecisionView) -> bool:
-    """Return whether a decision took an action, so that it can be jumped to."""
-    return view.decision.action != "continue"
-
-
-def _first_affected_step(rollback_to_step: int, step: int) -> int:
-    """Return the first step that a decision affects, for the zoom of the curves."""
-    return rollback_to_step if rollback_to_step >= 0 else step

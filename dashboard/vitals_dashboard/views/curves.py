@@ -82,18 +82,18 @@ class ChartContext:
 
     @property
     def run_id(self) -> str:
-        """The run drawn."""
+        """Return the id of the run that the page draws."""
         return self.detail.summary.run_id
 
     @property
     def attempts(self) -> dict[int, int]:
-        """Numbers of the attempts by their ids; empty if there is only one."""
+        """Return the attempts' numbers for the run page by id; empty if there is only one."""
         ordinals = {attempt.id: attempt.ordinal for attempt in self.detail.attempts}
         return ordinals if len(ordinals) > 1 else {}
 
     @property
     def requested_range(self) -> tuple[int | None, int | None]:
-        """The selected first and last step."""
+        """Return the first and last step that the user selected on the run page."""
         return self.controls.extent(self.detail.summary.last_step)
 
     @property
@@ -106,6 +106,7 @@ class ChartContext:
         return (first or 0, max(end, 0))
 
     def _last_discarded_step(self) -> int:
+        """Return the last step of rolled-back attempts, if the run page shows them."""
         if not self.controls.discarded:
             return 0
         return max((a.last_step for a in self.detail.attempts), default=0)
@@ -120,7 +121,7 @@ class ChartContext:
         points: int = HALF_POINTS,
         times: Span | None = None,
     ) -> CurveChoice:
-        """Return a curve of the selected steps, or of GPUs and nodes in these times."""
+        """Select a curve for the run page: the chosen steps, or GPUs and nodes by time."""
         has_steps = not metric.startswith(("gpu.", "node."))
         first, last = self.requested_range if has_steps else (None, None)
         request = SeriesRequest(
@@ -138,7 +139,7 @@ class ChartContext:
     def with_limit(
         self, metric: str, name: str, *, clipped: str = "", points: int = HALF_POINTS
     ) -> list[CurveChoice]:
-        """Return a run's curve, its limit, and its discarded parts."""
+        """Select a curve for the run page with its limit and its discarded parts."""
         curves = [self.choose_curve(metric, name, points=points)]
         if clipped:
             curves.append(self.choose_curve(clipped, "clipped", points=points))
@@ -146,12 +147,12 @@ class ChartContext:
         return [*curves, *self.discarded_curves(curves[:1])]
 
     def with_discarded_parts(self, metric: str, name: str) -> list[CurveChoice]:
-        """Return a curve and its discarded parts."""
+        """Select a curve for the run page with its discarded parts."""
         curves = [self.choose_curve(metric, name)]
         return [*curves, *self.discarded_curves(curves)]
 
     def discarded_curves(self, curves: Sequence[CurveChoice]) -> list[CurveChoice]:
-        """Return the discarded parts of curves; without steps there are none."""
+        """Select the discarded parts of curves on the run page; without steps there are none."""
         if not self.controls.discarded or len(self.detail.attempts) < 2:
             return []
         named = f"{{}}, {ROLLED_BACK}" if len(curves) > 1 else ROLLED_BACK
@@ -164,7 +165,7 @@ class ChartContext:
         ]
 
     def with_means(self, chart: "ChartSpec") -> list[CurveChoice]:
-        """Return a chart's curves, and their means over every value if smoothing is on."""
+        """Return a chart's curves for the run page, and their means if smoothing is on."""
         weight = 0.0 if chart.exact else self.controls.smoothing
         means = [
             CurveChoice(f"{name}, smoothed", structs.replace(request, smoothing=weight), "mean")
@@ -174,7 +175,7 @@ class ChartContext:
         return [*chart.curves, *means]
 
     def query_lines(self, by_chart: Sequence[Sequence[CurveChoice]]) -> list[list[ChartLine]]:
-        """Return the lines of each chart, queried together; missing metrics are omitted."""
+        """Query the lines of all charts on the run page together; missing ones are omitted."""
         every = [curve for chart in by_chart for curve in chart]
         lines = iter(self.feed.query_lines(self.source, self.detail, every))
         return [
@@ -183,13 +184,13 @@ class ChartContext:
         ]
 
     def sources(self, kind: str) -> list[str]:
-        """Return the distinct sources of a kind, ranks by number."""
+        """Return the sources of a kind that the run page draws, ranks by number."""
         names = {s.source for s in self.detail.sources if s.source.startswith(f"{kind}:")}
         return sorted(names, key=lambda s: (len(s), s) if kind == "rank" else (0, s))
 
 
 def query_step_scale(view: ChartContext) -> StepScale | None:
-    """Return the positions of steps along x; None if the run lacks the data."""
+    """Query the x-axis that the user chose on the run page; None if the run lacks the data."""
     if view.controls.axis == "step":
         return STEPS
     metric = "steps.loss" if view.controls.axis == "time" else "steps.tokens_seen"
@@ -215,12 +216,12 @@ class LastValues:
 
 
 def charts_of_task(detail: RunDetail) -> tuple[QuantityChart, ...]:
-    """Return the charts of a post-training run's quantities; none for any other run."""
+    """Return the charts that the run page draws before the loss of a post-training run."""
     return quantity_charts(detail.info.task, detail.metrics)
 
 
 def last_values(source: DataSource, detail: RunDetail) -> LastValues:
-    """Return the latest values that are not in the summary."""
+    """Query the latest values that the run page shows in addition to the summary."""
     last = max(0, detail.summary.last_step)
     start = max(0, last - DELTA_STEPS)
     of_task = charts_of_task(detail)
@@ -247,7 +248,6 @@ def last_values(source: DataSource, detail: RunDetail) -> LastValues:
 
 
 def _finite_points(reply: SeriesReply | None) -> list[tuple[int, float]]:
-    """Return the steps and finite values of a series, for the run page."""
     if reply is None:
         return []
     pairs = zip(reply.step, reply.value, strict=True)
@@ -272,14 +272,10 @@ class ChartSpec:
 def build_charts(
     view: ChartContext, extra_metrics: Sequence[str] = ()
 ) -> tuple[list[charts.Chart], list[ChartLine]]:
-    """Return all charts there is something for, and the lines of the loss.
+    """Build all charts of the run page that have data; also return the lines of the loss.
 
     The loss is the first one. In a post-training run it says little: its quantities come first, and
     the loss is the last one.
-
-    Args:
-        view: subject and options.
-        extra_metrics: selected metrics.
     """
     of_task = list(_quantity_specs(view))
     curves = view.with_limit("steps.loss", "loss", points=HALF_POINTS if of_task else POINTS)
@@ -301,7 +297,7 @@ def build_charts(
 
 
 def _quantity_specs(view: ChartContext) -> Iterator[ChartSpec]:
-    """Yield the charts of a post-training run's quantities."""
+    """Yield the charts of a post-training run's quantities, which the run page draws first."""
     for number, chart in enumerate(charts_of_task(view.detail)):
         points = HALF_POINTS if number else POINTS
         curves = [view.choose_curve(metric, name, points=points) for name, metric in chart.lines]
@@ -309,7 +305,7 @@ def _quantity_specs(view: ChartContext) -> Iterator[ChartSpec]:
 
 
 def _chart_specs(view: ChartContext, extra_metrics: Sequence[str]) -> Iterator[ChartSpec]:
-    """Yield the charts below the loss, two per row."""
+    """Yield the charts that the run page draws below the loss, two per row."""
     norm = view.with_limit("steps.grad_norm", "raw", clipped="steps.grad_norm_clipped")
     norm.append(view.choose_curve("steps.auto_max_norm", "auto clip", role="limit"))
     yield ChartSpec(title="Gradient norm (log)", curves=norm, log=True)
@@ -335,7 +331,7 @@ def _chart_specs(view: ChartContext, extra_metrics: Sequence[str]) -> Iterator[C
 
 
 def _step_time_curves(view: ChartContext) -> Iterator[CurveChoice]:
-    """Yield the parts of a step as means, so that they add up, and the whole step."""
+    """Yield the parts of the run page's step time as means, which add up, and the whole step."""
     first, last = view.requested_range
     end = view.detail.summary.last_step if last is None else last
     first = max(first or 0, end - SPLIT_STEPS) or first
@@ -345,7 +341,7 @@ def _step_time_curves(view: ChartContext) -> Iterator[CurveChoice]:
 
 
 def no_curve_reason(view: ChartContext) -> str:
-    """Return why there is no curve."""
+    """Return the sentence that the run page shows if it has no curve to draw."""
     if view.detail.summary.last_step < 0:
         return "No step has been recorded yet."
     if view.requested_range == (None, None):
@@ -358,6 +354,7 @@ def no_curve_reason(view: ChartContext) -> str:
 
 
 def _rank_curves(view: ChartContext, metric: str) -> list[CurveChoice]:
+    """Select the curves of each rank for a chart on the run page."""
     ranks = view.sources("rank")[:MAX_SOURCES]
     points = HALF_POINTS if len(ranks) <= 2 else HALF_POINTS // 2
     curves = [
@@ -374,6 +371,7 @@ def _build_chart(
     marks: Sequence[ChartMark],
     **size: Any,
 ) -> charts.Chart:
+    """Build one chart of the run page from its curves, marks and options."""
     return charts.step_chart(
         chart.title,
         lines,

@@ -6,6 +6,7 @@ import streamlit as st
 
 from trainvitals.hindsight import HINDSIGHT_WORDS, summarize_outcomes
 from trainvitals.policy.actions import rule_words
+from trainvitals.policy.approval import WAITS_UNTIL
 from trainvitals.views import (
     AnnotationsQuestion,
     AnnotationView,
@@ -30,7 +31,6 @@ def render() -> None:
 
 
 def _draw_body(source: DataSource, run: RunSummary) -> None:
-    """Draw the body of the decision log's page."""
     ledger = source.client.ask(DecisionsQuestion(run_id=run.run_id))
     notes = source.client.ask(AnnotationsQuestion(run_id=run.run_id))
     shown = _filter_decisions(ledger)
@@ -60,6 +60,7 @@ def _draw_body(source: DataSource, run: RunSummary) -> None:
 
 
 def _filter_decisions(ledger: Sequence[DecisionView]) -> list[DecisionView]:
+    """Draw the filters of the decisions page, and return the matching decisions."""
     causes = sorted({formatting.plain(view.decision.cause, 60) for view in ledger} - {""})
     with st.container(horizontal=True, vertical_alignment="bottom", key="ledger_controls"):
         action = st.selectbox(
@@ -98,6 +99,7 @@ def _draw_evidence(
     *,
     head: str = "Evidence",
 ) -> None:
+    """Draw the selected decision on its page: evidence, fields, responses and commands."""
     decision = view.decision
     look = ACTIONS.get(decision.action)
     with st.container(border=True, key="prose_evidence", gap="small"):
@@ -126,7 +128,7 @@ def _draw_evidence(
 
 
 def _draw_decision_commands(source: DataSource, run: RunSummary, view: DecisionView) -> None:
-    """Draw the commands about a decision: apply, dismiss, or contradict it."""
+    """Draw on the decisions page the forms to apply, dismiss or contradict a decision."""
     key = f"{view.decision.ledger_seq}"
     action = commands.proposed_command(view)
     with st.container(horizontal=True, vertical_alignment="center", key="decision_acts"):
@@ -134,7 +136,7 @@ def _draw_decision_commands(source: DataSource, run: RunSummary, view: DecisionV
             commands.draw_accept_form(source, run, view.decision.step, key=f"accept_{key}")
         if action is None:
             return
-        if commands.is_awaiting_approval(view):
+        if WAITS_UNTIL in view.decision.evidence:  # it asks for approval
             number = view.decision.ledger_seq
             answers: tuple[tuple[commands.Action, str], ...] = (
                 ("approve", "Approve"),
@@ -157,6 +159,7 @@ def _draw_decision_commands(source: DataSource, run: RunSummary, view: DecisionV
 
 
 def _decision_fields(view: DecisionView) -> list[str]:
+    """Return the fields of the selected decision as its page lists them."""
     decision = view.decision
     pairs = (
         ("rule", formatting.plain(rule_words(decision.rule), 80)),
@@ -178,6 +181,7 @@ def _decision_fields(view: DecisionView) -> list[str]:
 
 
 def _draw_commands(source: DataSource, run: RunSummary) -> None:
+    """Draw the table of manual commands at the end of the decisions page."""
     sent: tuple[CommandView, ...] = source.client.ask(CommandsQuestion(run_id=run.run_id))
     st.markdown(f"## Manual commands ({len(sent):,})")
     layout.draw_table(tables.command_rows(sent), "Manual commands: none.", key="commands")

@@ -49,7 +49,6 @@ def render() -> None:
 
 
 def _draw_body(source: DataSource, run: RunSummary) -> None:
-    """Draw the body of an incident's page."""
     every = source.client.ask(IncidentsQuestion(run_id=run.run_id))
     if not every:
         st.caption(
@@ -77,7 +76,7 @@ def _draw_body(source: DataSource, run: RunSummary) -> None:
 
 
 def _select_incident(every: Sequence[IncidentView]) -> IncidentView:
-    """Return the incident in the URL; otherwise the latest open one, otherwise the latest."""
+    """Return the incident in the page's URL; otherwise the latest open one, or the latest."""
     requested = st.query_params.get("incident")
     selected = next((incident for incident in every if incident.incident_id == requested), None)
     if selected is None and requested:
@@ -87,7 +86,7 @@ def _select_incident(every: Sequence[IncidentView]) -> IncidentView:
 
 
 def _choice(run: RunSummary, every: Sequence[IncidentView]) -> None:
-    """Draw the run's incidents, if there are several: a click selects one."""
+    """Draw the incident page's list of all incidents, if several: a click selects one."""
     if len(every) == 1:
         return
     st.markdown(f"## All incidents ({len(every):,})")
@@ -101,7 +100,7 @@ def _choice(run: RunSummary, every: Sequence[IncidentView]) -> None:
 
 
 def _draw_incident_summary(run: RunSummary, incident: IncidentView, now_unix_ns: int) -> None:
-    """Draw the main facts on one screen."""
+    """Draw the main facts at the top of an incident's page, on one screen."""
     with st.container(border=True, key="incident_summary", gap="small"):
         with st.container(horizontal=True, vertical_alignment="center", key="incident_head"):
             with st.container(key="incident_title", width="content"):
@@ -134,12 +133,14 @@ def _draw_incident_summary(run: RunSummary, incident: IncidentView, now_unix_ns:
 
 
 def _draw_story(incident: IncidentView) -> None:
+    """Draw the paragraphs of the story on an incident's page."""
     with st.container(border=True, key="prose_story", gap="small"):
         for paragraph in incident.story:
             st.text(formatting.plain(paragraph, 2_000))
 
 
 def _facts_line(incident: IncidentView, now_unix_ns: int) -> str:
+    """Return the line at the top of an incident's page: steps, start and numbers of parts."""
     began = tables.to_datetime(incident.started_unix_ns)
     date = "" if began is None else f"{began:%Y-%m-%d}, "
     first, last = incident.onset_step, incident.last_step
@@ -156,6 +157,7 @@ def _facts_line(incident: IncidentView, now_unix_ns: int) -> str:
 def _draw_heat_maps(
     source: DataSource, run: RunSummary, detail: RunDetail, steps: tuple[int, int]
 ) -> None:
+    """Draw the heat maps of layers and ranks next to each other on an incident's page."""
     left, right = st.columns(2)
     with left:
         _draw_heat_map(
@@ -171,6 +173,7 @@ def _draw_heat_maps(
 def _draw_curves(
     source: DataSource, detail: RunDetail, incident: IncidentView, steps: tuple[int, int]
 ) -> None:
+    """Draw the curves around the steps of an incident on its page."""
     drawn = [
         charts.step_chart(
             title,
@@ -191,7 +194,7 @@ def _draw_curves(
 def _query_metric_lines(
     source: DataSource, detail: RunDetail, metric: str, steps: tuple[int, int]
 ) -> list[charts.ChartLine]:
-    """Return the curve, its limit, and its discarded parts."""
+    """Query a curve of an incident's page, with its limit and its discarded parts."""
     series_request = SeriesRequest(metric=metric, from_step=steps[0], to_step=steps[1])
     requested: list[tuple[str, charts.Role, SeriesRequest]] = [
         (metric.removeprefix("steps."), "main", series_request),
@@ -217,6 +220,7 @@ def _draw_heat_map(
     key: str,
     detail: RunDetail | None = None,
 ) -> None:
+    """Draw one heat map on an incident's page, or that the metric was not measured."""
     reply = heatmap_page.query_cells(source, run, metric, steps)
     if reply is None:
         st.caption(f"{title}: not measured in these steps.")
@@ -229,6 +233,7 @@ def _draw_heat_map(
 
 
 def _draw_tables(incident: IncidentView, run: RunSummary) -> None:
+    """Draw the tables on an incident's page: actions, findings, alerts, events and data."""
     parts = (
         ("Actions", tables.decision_rows(incident.decisions), "Vitals took no action."),
         ("Findings", tables.finding_rows(incident.findings), "No findings."),

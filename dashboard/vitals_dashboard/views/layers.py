@@ -8,26 +8,14 @@ from vitals_dashboard.heatmap_page import MetricChoice
 from vitals_dashboard.source import DataSource
 
 CHOICES = (
-    MetricChoice(word="grad norm", metric="layers.grad_norm", title="Gradient norm of each layer"),
+    MetricChoice("grad norm", "layers.grad_norm", "Gradient norm of each layer"),
+    MetricChoice("update ratio", "layers.update_ratio", "Update to weight of each layer"),
+    MetricChoice("weight norm", "layers.weight_norm", "Weight norm of each layer"),
+    MetricChoice("activation", "layers.activation_rms", "Activation (RMS) of each module"),
     MetricChoice(
-        word="update ratio", metric="layers.update_ratio", title="Update to weight of each layer"
+        "largest activation", "layers.activation_max", "Largest activation of each module"
     ),
-    MetricChoice(
-        word="weight norm", metric="layers.weight_norm", title="Weight norm of each layer"
-    ),
-    MetricChoice(
-        word="activation", metric="layers.activation_rms", title="Activation (RMS) of each module"
-    ),
-    MetricChoice(
-        word="largest activation",
-        metric="layers.activation_max",
-        title="Largest activation of each module",
-    ),
-    MetricChoice(
-        word="dead features",
-        metric="layers.activation_dead_ratio",
-        title="Dead features of each module",
-    ),
+    MetricChoice("dead features", "layers.activation_dead_ratio", "Dead features of each module"),
 )
 
 
@@ -38,7 +26,6 @@ def render() -> None:
 
 
 def _draw_body(source: DataSource, run: RunSummary) -> None:
-    """Draw the body of a run's layers page."""
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
     choice, shade, steps = heatmap_page.draw_heat_map_controls(
         CHOICES, key="layers", shade="change"
@@ -52,6 +39,7 @@ def _draw_body(source: DataSource, run: RunSummary) -> None:
 
 
 def _missing_metric_reason(detail: RunDetail, choice: MetricChoice) -> str:
+    """Return the sentence that the layers page shows if a metric was not measured."""
     if not any(metric.startswith("layers.") for metric in detail.metrics):
         return "No layer metrics in this run yet. Layer norms are measured every 10th step."
     if choice.metric == "layers.grad_norm":
@@ -63,7 +51,7 @@ def _missing_metric_reason(detail: RunDetail, choice: MetricChoice) -> str:
 
 
 def movers(source: DataSource, run: RunSummary, step: int | None) -> None:
-    """Draw the largest changes of layers and ranks up to ``step``, or the last finding."""
+    """Draw on the layers page the largest changes up to ``step``, or to the last step."""
     at = run.last_step if step is None else step
     if at < 0:
         return

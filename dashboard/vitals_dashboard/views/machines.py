@@ -29,11 +29,9 @@ MIN_SPAN_NS = 60_000_000_000
 def build_machine_charts(
     view: ChartContext, loss: Sequence[ChartLine] = ()
 ) -> tuple[list[charts.Chart], str]:
-    """Return the charts of the strip, and a description of missing data.
+    """Build the run page's charts of GPUs or hosts, and the note on missing data.
 
-    Args:
-        view: subject and options.
-        loss: the curves with the times of the visible steps.
+    ``loss`` has the curves with the times of the visible steps.
     """
     gpus, nodes = view.sources("gpu"), view.sources("node")
     metrics = view.detail.metrics
@@ -46,7 +44,11 @@ def build_machine_charts(
         [
             [
                 view.choose_curve(
-                    metric, _source_label(source), source=source, points=POINTS, times=times
+                    metric,
+                    formatting.plain(source.replace(":", " ", 1), 24),
+                    source=source,
+                    points=POINTS,
+                    times=times,
                 )
                 for source in (gpus or nodes)[:MAX_SOURCES]
             ]
@@ -71,7 +73,7 @@ def build_machine_charts(
 
 
 def times_of(view: ChartContext, loss: Sequence[ChartLine]) -> Span | None:
-    """Return when the visible steps were trained, in all attempts; None if there are none."""
+    """Return when the steps visible on the run page were trained; None if there are none."""
     ends = view.choose_curve("steps.loss", "", points=NUM_ENDS).request
     (reply,) = series_of(view.source, view.detail, [ends])
     replies = [line.reply for line in loss if line.role == "discarded"]
@@ -85,6 +87,7 @@ def times_of(view: ChartContext, loss: Sequence[ChartLine]) -> Span | None:
 
 
 def _machine_notes(view: ChartContext, gpus: list[str], nodes: list[str]) -> list[str]:
+    """Return the run page's notes on GPUs and hosts that do not report or are not drawn."""
     if not gpus and not nodes:
         return ["No GPU or host reports for this run."]
     notes = [] if gpus else ["No GPU reports for this run; the host is shown."]
@@ -92,8 +95,3 @@ def _machine_notes(view: ChartContext, gpus: list[str], nodes: list[str]) -> lis
         if len(sources) > MAX_SOURCES and (what != "host" or not gpus):
             notes.append(f"{MAX_SOURCES} of {formatting.count(len(sources), what)} are drawn.")
     return notes
-
-
-def _source_label(source: str) -> str:
-    kind, _, name = source.partition(":")
-    return formatting.plain(f"{kind} {name}", 24)

@@ -43,6 +43,7 @@ def render() -> None:
 
 
 def _draw_controls() -> RunFilter:
+    """Draw the search, groups and order of the fleet page, and return their values."""
     text = st.text_input(
         "Search",
         key="q",
@@ -53,17 +54,7 @@ def _draw_controls() -> RunFilter:
         max_chars=400,
         icon=":material/search:",
     )
-    group = st.selectbox(
-        "Group by",
-        search.GROUPS,
-        index=None,
-        key="group",
-        bind="query-params",
-        placeholder="Group by (or type config.KEY)",
-        label_visibility="collapsed",
-        accept_new_options=True,
-        width=230,
-    )
+    group = layout.draw_group_choice("Group by", search.GROUPS, "group", "Group by")
     order = st.selectbox(
         "Order",
         list(tables.ORDERS),
@@ -72,11 +63,10 @@ def _draw_controls() -> RunFilter:
         label_visibility="collapsed",
         width=170,
     )
-    return RunFilter(text=str(text or ""), group=str(group or "").strip(), order=str(order))
+    return RunFilter(text=str(text or ""), group=group, order=str(order))
 
 
 def _draw_body(source: DataSource, choice: RunFilter) -> None:
-    """Draw the body of the fleet page: totals, and the runs that match."""
     everything = source.client.ask(RunsQuestion())
     if not everything:
         placeholders.no_runs()
@@ -91,8 +81,7 @@ def _draw_body(source: DataSource, choice: RunFilter) -> None:
     if query.needs_configs or by.startswith(search.CONFIG):
         configs = configs_of(source.client, source.client.url, len(everything))
     runs = tables.sort_runs(
-        (run for run in everything if query.matches(run, configs.get(run.run_id, {}))),
-        choice.order,
+        (run for run in everything if query.matches(run, configs.get(run.run_id, {}))), choice.order
     )
     groups = search.grouped(runs, by, configs) if by else [("", runs)]
     _draw_run_list(source, choice, groups, num_runs=len(runs), num_all=len(everything))
@@ -106,7 +95,7 @@ def _draw_run_list(
     num_runs: int,
     num_all: int,
 ) -> None:
-    """Draw one page of the run list, whatever groups its rows are of."""
+    """Draw the fleet page's list of runs, by groups, with its pagination."""
     sizes = {value: len(members) for value, members in groups}
     rows = [(value, run) for value, members in groups for run in members]
     caption_column, pages = st.columns([3, 2], vertical_alignment="center")
@@ -136,7 +125,7 @@ def _draw_run_list(
 
 
 def _draw_waiting(source: DataSource, runs: Iterable[RunSummary]) -> None:
-    """Draw what stragglers and hangs cost these runs.
+    """Draw on the fleet page what stragglers and hangs cost these runs.
 
     Queried when it is opened: the collector reads every step of each run for it.
     """
@@ -151,6 +140,7 @@ def _draw_waiting(source: DataSource, runs: Iterable[RunSummary]) -> None:
 
 
 def _draw_run_table(source: DataSource, runs: Sequence[RunSummary], *, key: str) -> None:
+    """Draw a table of runs on the fleet page; a click opens a run."""
     judged = {run.run_id: verdict_of(source, run) for run in runs if _had_trouble(run)}
     rows = tables.run_rows(
         runs,
@@ -198,7 +188,7 @@ def _draw_run_table(source: DataSource, runs: Sequence[RunSummary], *, key: str)
 
 
 def _labels(label_texts: Mapping[str, str], colours: Mapping[str, str], *, width: int) -> object:
-    """Return a column of labels: a name with its shape, on its color."""
+    """Return the fleet page's column of labels: a name with its shape, on its color."""
     return st.column_config.MultiselectColumn(
         width=width,
         options=list(label_texts.values()),
@@ -207,13 +197,13 @@ def _labels(label_texts: Mapping[str, str], colours: Mapping[str, str], *, width
 
 
 def _had_trouble(run: RunSummary) -> bool:
-    """Return whether there may be an incident; a verdict needs a query."""
+    """Return whether the fleet page has to query a run's verdict: it may have an incident."""
     acted = run.num_skips or run.num_rollbacks or run.num_firing_alerts or run.last_decision
     return bool(acted) or run.health != "healthy" or run.state in ("lost", "failed", "halted")
 
 
 def _loss_sparklines(source: DataSource, runs: Sequence[RunSummary]) -> dict[str, str]:
-    """Return a small image of each run's loss curve, for the run list."""
+    """Return a small image of each run's loss curve for the fleet page."""
     curves, look = {}, layout.current_palette()
     for run in runs:
         grown = max(1, run.last_step // CURVE_STEPS)
@@ -229,6 +219,7 @@ _IN_TROUBLE = ("acting", "critical", "unguarded")
 
 
 def _draw_totals(runs: Sequence[RunSummary]) -> None:
+    """Draw the totals over all runs at the top of the fleet page."""
     values = (
         ("Runs", len(runs)),
         ("Running", sum(run.state == "running" for run in runs)),

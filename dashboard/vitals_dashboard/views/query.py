@@ -31,13 +31,13 @@ BRANCHES: tuple[Branch, ...] = ("all", "lineage", "discarded")
 
 
 def render() -> None:
-    """Draw the page; it runs the query when it changes and, if selected, periodically."""
+    """Draw the query page; it queries when its form changes and, if selected, periodically."""
     layout.heading("Query")
     guarded(lambda source: _draw_once(lambda: _draw_page(source)))
 
 
 def _draw_once(draw: Callable[[], None]) -> None:
-    """Draw a part without periodic refreshes."""
+    """Draw a part of the query page without periodic refreshes; a button retries."""
     try:
         draw()
     except UnauthorizedError:
@@ -47,6 +47,7 @@ def _draw_once(draw: Callable[[], None]) -> None:
 
 
 def _draw_page(source: DataSource) -> None:
+    """Draw the form of the query page, and below it the result."""
     runs = tables.sort_runs(source.client.ask(RunsQuestion()))
     if not runs:
         placeholders.no_runs()
@@ -65,6 +66,7 @@ def _draw_page(source: DataSource) -> None:
 
 
 def _query_and_draw(source: DataSource, request: TableQuestion) -> None:
+    """Send the query of the query page, and draw its result or the error in it."""
     try:
         reply = source.client.ask(request)
     except UsageError as error:
@@ -74,19 +76,15 @@ def _query_and_draw(source: DataSource, request: TableQuestion) -> None:
 
 
 def _draw_question(runs: list[RunSummary]) -> tuple[TableQuestion | None, bool]:
-    """Draw the query form; return the query, and whether it is periodic.
+    """Draw the form of the query page; return the query, and whether it is periodic.
 
     The query is None, with a message, if a run has to be selected first.
     """
     names = {ALL_RUNS: ALL_RUNS} | {
-        run.run_id: f"{formatting.run_label(run.name, run.run_id, 60)}  ({run.run_id[-6:]})"
-        for run in runs
+        run.run_id: formatting.run_choice(run.name, run.run_id) for run in runs
     }
     with st.container(horizontal=True, vertical_alignment="bottom", key="query_controls"):
-        table = st.segmented_control(
-            "Table", TABLES, default="steps", required=True, key="table", bind="query-params"
-        )
-        name: TableName = table if table in TABLES else "steps"
+        name = layout.draw_choice("Table", TABLES, "table", default="steps")
         run_id = _run_choice(names)
         branch = _branch_choice() if name in OF_ONE_RUN else "all"
         steps = layout.step_range() if name != "runs" else (None, None)
@@ -120,6 +118,7 @@ def _draw_question(runs: list[RunSummary]) -> tuple[TableQuestion | None, bool]:
 
 
 def _branch_choice() -> Branch:
+    """Draw the query page's choice of branch: lineage, discarded or all."""
     selected = st.selectbox(
         "Branch", BRANCHES, key="branch", bind="query-params", width=120,
         help="all: a step that was trained again has one row per attempt. lineage: without"
@@ -129,7 +128,7 @@ def _branch_choice() -> Branch:
 
 
 def _draw_condition_boxes(table: TableName) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Draw both boxes; return the conditions and the columns wanted."""
+    """Draw the query page's boxes of conditions and columns; return their values."""
     left, right = st.columns([3, 2])
     where = left.text_area(
         "Conditions, one a line; all must hold", key="where", bind="query-params", height=112,
@@ -148,7 +147,7 @@ def _draw_condition_boxes(table: TableName) -> tuple[tuple[str, ...], tuple[str,
 
 
 def _run_choice(names: dict[str, str]) -> str | None:
-    """Draw the choice of the run; return it, or None if the URL names an unknown one."""
+    """Draw the query page's choice of a run; return it, or None if the URL's is unknown."""
     before = st.session_state.get(layout.LAST_RUN)
     requested = st.query_params.get("run") or (before if before in names else ALL_RUNS)
     st.session_state["query_run"] = requested if requested in names else None
@@ -164,6 +163,7 @@ def _run_choice(names: dict[str, str]) -> str | None:
 
 
 def _draw_reply(request: TableQuestion, reply: TableReply) -> None:
+    """Draw the result of the query page: number of rows, downloads and table."""
     num = len(reply.data[0]) if reply.data else 0
     with st.container(horizontal=True, vertical_alignment="center", key="query_answer"):
         cut = "; raise the number of rows to see more" if num < reply.num_total else ""
@@ -195,7 +195,7 @@ def _draw_reply(request: TableQuestion, reply: TableReply) -> None:
 
 
 def as_frame(reply: TableReply) -> pd.DataFrame:
-    """Return the table as it is shown: texts as one line, times as times."""
+    """Return a result as the query page shows it: strings as one line, times as dates."""
     return pd.DataFrame(
         {
             name: [_cell_value(name, value) for value in exports.unify_column_type(values)]
@@ -214,7 +214,7 @@ def _cell_value(name: str, value: Any) -> Any:
 
 
 def column_formats(reply: TableReply) -> dict[str, Any]:
-    """Return the format of each column: by default Streamlit rounds 0.000212 to 0.0002."""
+    """Return the query page's column formats: Streamlit alone rounds 0.000212 to 0.0002."""
     return {
         name: _column_format(name, exports.unify_column_type(values))
         for name, values in zip(reply.columns, reply.data, strict=True)
@@ -222,6 +222,7 @@ def column_formats(reply: TableReply) -> dict[str, Any]:
 
 
 def _column_format(name: str, values: Sequence[Any]) -> Any:
+    """Return how the query page formats one column: a time, a float, or other values."""
     if name.endswith("_unix_ns"):
         return st.column_config.DatetimeColumn(format="iso8601")
     if any(isinstance(value, float) for value in values):

@@ -6,34 +6,25 @@ import streamlit as st
 
 from trainvitals.detect.registry import kinds_about
 from trainvitals.views import FindingsQuestion, RunDetail, RunQuestion, RunSummary
-from vitals_dashboard import formatting, heatmap, heatmap_page, layout, stragglers, tables
+from vitals_dashboard import formatting, heatmap_page, layout, stragglers, tables
+from vitals_dashboard.charts import heatmap
 from vitals_dashboard.heatmap_page import MetricChoice
 from vitals_dashboard.source import DataSource
 
 CHOICES = (
+    MetricChoice("step time", "steps.step_duration_seconds", "Step time of each rank"),
+    MetricChoice("loss", "steps.rank_loss", "Loss of each rank"),
+    MetricChoice("memory", "steps.memory_peak_bytes", "Peak memory of each rank"),
+    MetricChoice("data wait", "steps.data_wait_seconds", "Wait for data of each rank"),
+    MetricChoice("communication", "steps.communication_seconds", "Communication of each rank"),
     MetricChoice(
-        word="step time", metric="steps.step_duration_seconds", title="Step time of each rank"
+        "gradient wait",
+        "steps.gradient_wait_seconds",
+        "Wait for the others' gradients of each rank",
     ),
-    MetricChoice(word="loss", metric="steps.rank_loss", title="Loss of each rank"),
-    MetricChoice(word="memory", metric="steps.memory_peak_bytes", title="Peak memory of each rank"),
-    MetricChoice(
-        word="data wait", metric="steps.data_wait_seconds", title="Wait for data of each rank"
-    ),
-    MetricChoice(
-        word="communication",
-        metric="steps.communication_seconds",
-        title="Communication of each rank",
-    ),
-    MetricChoice(
-        word="gradient wait",
-        metric="steps.gradient_wait_seconds",
-        title="Wait for the others' gradients of each rank",
-    ),
-    MetricChoice(
-        word="temperature", metric="gpu.temperature_celsius", title="Temperature of each GPU"
-    ),
-    MetricChoice(word="power", metric="gpu.power_watts", title="Power of each GPU"),
-    MetricChoice(word="host memory", metric="node.memory_used_bytes", title="Memory of each node"),
+    MetricChoice("temperature", "gpu.temperature_celsius", "Temperature of each GPU"),
+    MetricChoice("power", "gpu.power_watts", "Power of each GPU"),
+    MetricChoice("host memory", "node.memory_used_bytes", "Memory of each node"),
 )
 WAITS = ("steps.gradient_wait_seconds", "steps.communication_seconds")
 """Metrics of how long a rank waits for the others, the best first."""
@@ -49,13 +40,12 @@ def render() -> None:
 
 
 def _draw_body(source: DataSource, run: RunSummary) -> None:
-    """Draw the body of a run's ranks page."""
     detail = source.client.ask(RunQuestion(run_id=run.run_id))
     waits = next((metric for metric in WAITS if metric in detail.metrics), "")
     choices = [choice for choice in CHOICES if choice.metric != waits]
     if waits:
         title = "Wait of each rank for the others; the rank that waits least is the slow one"
-        choices.insert(1, MetricChoice(word="wait for others", metric=waits, title=title))
+        choices.insert(1, MetricChoice("wait for others", waits, title))
     shown, shade, steps = heatmap_page.draw_heat_map_controls(choices, key="ranks", shade="value")
     _draw_stragglers(source, run, detail, steps, waits)
     if shown.metric == waits:
@@ -73,13 +63,14 @@ def _draw_body(source: DataSource, run: RunSummary) -> None:
 
 
 def _missing_metric_reason(choice: MetricChoice) -> str:
+    """Return the sentence that the ranks page shows if a metric was not measured."""
     if choice.metric.startswith(("gpu.", "node.")):
         return "No agent has reported this for the run; without an agent only ranks report."
     return "No rank measured this in these steps."
 
 
 def row_names(rows: Sequence[str], detail: RunDetail) -> list[str]:
-    """Return what rows are called: ``rank 3, node-b``."""
+    """Return the names of a heat map's rows on the ranks page, such as ``rank 3, node-b``."""
     nodes = stragglers.nodes_of(detail)
     return [
         ", ".join(part for part in (row.replace(":", " ", 1), nodes.get(row, "")) if part)
@@ -96,11 +87,12 @@ def _draw_stragglers(
     steps: tuple[int | None, int | None],
     waits: str,
 ) -> None:
+    """Draw the ranks page's box about stragglers in the latest of the selected steps."""
     last = run.last_step if steps[1] is None else steps[1]
     span = (max(steps[0] or 0, last - LAST_STEPS + 1), last)
     metrics = ["steps.step_duration_seconds", *([waits] if waits else [])]
     reply, *waited = (
-        # Of two attempts a cell would have the slower one.
+        # With two attempts, a cell would have the slower one.
         heatmap_page.query_cells(source, run, metric, span, points=LAST_STEPS, branch="lineage")
         for metric in metrics
     )
@@ -123,7 +115,7 @@ def _draw_stragglers(
 def _waited_for(
     source: DataSource, run: RunSummary, steps: tuple[int | None, int | None], metric: str
 ) -> None:
-    """Show the blocking rank in the drawn steps."""
+    """Draw the ranks page's sentence about the blocking rank in the drawn steps."""
     reply = heatmap_page.query_cells(
         source, run, metric, steps, points=LAST_STEPS, branch="lineage"
     )
@@ -135,6 +127,7 @@ def _waited_for(
 
 
 def _draw_findings(source: DataSource, run: RunSummary) -> None:
+    """Draw the table of findings about ranks and nodes on the ranks page."""
     findings = [
         view
         for view in source.client.ask(FindingsQuestion(run_id=run.run_id))
@@ -142,13 +135,12 @@ def _draw_findings(source: DataSource, run: RunSummary) -> None:
     ]
     st.markdown(f"## Rank and node findings ({len(findings):,})")
     layout.draw_table(
-        tables.finding_rows(findings),
-        "Rank and node findings: none.",
-        key="rank_findings",
+        tables.finding_rows(findings), "Rank and node findings: none.", key="rank_findings"
     )
 
 
 def _draw_sources(source: DataSource, detail: RunDetail) -> None:
+    """Draw the table of reporting processes on the ranks page."""
     st.markdown(f"## Reporting processes ({len(detail.sources):,})")
     layout.draw_table(
         tables.source_rows(detail.sources, now_unix_ns=source.clock.time_ns()),

@@ -57,6 +57,7 @@ def render() -> None:
 
 
 def _draw_page(source: DataSource, options: ChartControls, live: bool) -> None:
+    """Draw the run page: the part that refreshes itself, then its tools and tables."""
     controls.has_zoomed()  # and they did follow, because the whole page is redrawn
     run = layout.draw_run_choice(source)
     if run is None:
@@ -70,12 +71,11 @@ def _draw_page(source: DataSource, options: ChartControls, live: bool) -> None:
         lambda: shown.draw(source, detail), shown.redraw, live=live, key="run_live"
     )
     _draw_curve_tools(source, detail, seen.decisions)
-    _draw_run_tables(
-        detail,
-        seen.decisions,
-        seen.checkpoints,
-        _query_probe_results(source, detail, seen.decisions),
-    )
+    # Results of the probe and of evaluations, for a run with any problem.
+    readings: Sequence[EventView] = ()
+    if seen.decisions:
+        readings = source.client.ask(EventsQuestion(run_id=run.run_id, kind="StateRead"))
+    _draw_run_tables(detail, seen.decisions, seen.checkpoints, readings)
     _draw_goodput(source, detail)
 
 
@@ -113,7 +113,7 @@ class _LivePart:
         _draw_facts(detail, source.clock.time_ns())
 
     def redraw(self, source: DataSource) -> bool:
-        """Draw the live part again unless the page is outdated; return whether it did."""
+        """Draw the live part of the run page again unless outdated; return whether it did."""
         if controls.has_zoomed() or time.monotonic() > self._until:
             return False
         detail = source.client.ask(RunQuestion(run_id=self._run.run_id, volume=False))
@@ -133,6 +133,7 @@ class _RunEvents(NamedTuple):
 
 
 def _query_run_events(source: DataSource, run_id: str) -> _RunEvents:
+    """Query what the run page marks on its curves: decisions, checkpoints, alerts, notes."""
     return _RunEvents(
         source.client.ask(DecisionsQuestion(run_id=run_id)),
         source.client.ask(CheckpointsQuestion(run_id=run_id)),
@@ -144,12 +145,8 @@ def _query_run_events(source: DataSource, run_id: str) -> _RunEvents:
 def _build_chart_context(
     source: DataSource, detail: RunDetail, options: ChartControls, happened: _RunEvents
 ) -> curves.ChartContext:
-    """Return the view, with all events at their position along x."""
-    view = curves.ChartContext(
-        source=source,
-        detail=detail,
-        controls=options,
-    )
+    """Build the subject of the run page's charts, with all events at their x positions."""
+    view = curves.ChartContext(source=source, detail=detail, controls=options)
     scale = curves.query_step_scale(view)
     if scale is None:
         st.caption(f"This run has no {options.axis} to draw along; steps are shown.")
@@ -164,6 +161,7 @@ def _build_chart_context(
 
 
 def _draw_run_charts(view: curves.ChartContext, extra_metrics: Sequence[str]) -> None:
+    """Draw the curves of the run page, with the charts of its machines below."""
     notes: list[str] = []
 
     def make(feed: ChartFeed) -> list[charts.Chart]:
@@ -193,7 +191,7 @@ def _draw_run_charts(view: curves.ChartContext, extra_metrics: Sequence[str]) ->
 def _draw_curve_tools(
     source: DataSource, detail: RunDetail, decisions: Sequence[DecisionView]
 ) -> None:
-    """Draw what chooses steps and metrics, and the way to a note."""
+    """Draw the run page's choices of steps and metrics below the curves, and its note form."""
     where, what, note = st.columns([3, 5, 1], vertical_alignment="bottom")
     with where:
         controls.around(decisions)
@@ -205,14 +203,14 @@ def _draw_curve_tools(
 
 
 def _optional_metrics(detail: RunDetail) -> list[str]:
-    """Return the metrics without a default chart."""
+    """Return the metrics that the run page draws only if a user selects them."""
     drawn = {metric for chart in curves.charts_of_task(detail) for _, metric in chart.lines}
     metrics = [m for m in detail.metrics if m.startswith("scalars.") and m not in drawn]
     return metrics + [m for m in detail.metrics if m.startswith("steps.") and m not in curves.DRAWN]
 
 
 def _own_metrics(detail: RunDetail) -> list[str]:
-    """Return the metrics selected below the curves."""
+    """Return the metrics that the user selected below the curves of the run page."""
     # Metrics in the URL that this run lacks are omitted, not an error.
     metrics = _optional_metrics(detail)
     requested = [m for m in st.query_params.get_all("also") if m in metrics][: curves.MAX_OWN]
@@ -239,6 +237,7 @@ def _draw_metric_choice(detail: RunDetail) -> None:
 
 
 def _draw_note_form(control: CollectorClient, detail: RunDetail) -> None:
+    """Draw the form on the run page in which a user writes a note at a step."""
     with (
         st.popover("Note", icon=":material/edit_note:", key="note_open"),
         st.form(key="note_form", border=False, enter_to_submit=False),
@@ -262,7 +261,6 @@ def _draw_note_form(control: CollectorClient, detail: RunDetail) -> None:
 
 
 def _draw_facts(detail: RunDetail, now_unix_ns: int) -> None:
-    """Draw a run's id, project, mode, ranks and times in one line of its page."""
     summary, info = detail.summary, detail.info
     facts = (
         summary.run_id,
@@ -280,12 +278,14 @@ def _draw_facts(detail: RunDetail, now_unix_ns: int) -> None:
 
 
 def _format_num_params(num_params: int) -> str:
+    """Return a model's number of parameters as the run page shows it."""
     if not num_params or num_params < 1e5:
         return formatting.count(num_params, "parameter") if num_params else ""
     return f"{formatting.number(num_params / 1e6, 3)} M parameters"
 
 
 def _draw_metrics(detail: RunDetail, last: curves.LastValues) -> None:
+    """Draw the numbers of the run page: step, gradient norm, loss and so on."""
     summary = detail.summary
     delta = last.loss_delta
     cells: tuple[tuple[str, str], ...] = (
@@ -319,21 +319,12 @@ def _draw_metrics(detail: RunDetail, last: curves.LastValues) -> None:
 
 
 def _forecast_text(source: DataSource, detail: RunDetail) -> str:
-    """Return the forecast of the run's end and loss, if it declared its length."""
+    """Return the run page's forecast of end and loss, if the run declared its length."""
     if not detail.info.total_steps:
         return ""
     view = forecast_of(source, detail.summary)
     end = f"Ends {view.end_text()}" if view.finish_unix_ns else f"End {view.end_text()}"
     return f"{end}  |  Final loss {view.loss_text()}"
-
-
-def _query_probe_results(
-    source: DataSource, detail: RunDetail, decisions: Sequence[DecisionView]
-) -> Sequence[EventView]:
-    """Return the results of the probe and of evaluations, for a run with any problem."""
-    if not decisions:
-        return ()
-    return source.client.ask(EventsQuestion(run_id=detail.summary.run_id, kind="StateRead"))
 
 
 def _draw_run_tables(
@@ -342,7 +333,7 @@ def _draw_run_tables(
     checkpoints: Sequence[CheckpointView],
     readings: Sequence[EventView],
 ) -> None:
-    """Draw the tables, each of which opens by a click: a browser needs long for one."""
+    """Draw the tables of the run page; each opens by a click, as a browser needs long for one."""
     parts: tuple[tuple[str, Sequence[Any], Callable[[Any], list[tables.Row]], str], ...] = (
         ("Decisions", decisions, tables.decision_rows, "Vitals took no action."),
         ("Probe and evaluation results", readings, tables.event_rows, ""),
@@ -363,7 +354,7 @@ def _draw_run_tables(
 
 
 def _draw_goodput(source: DataSource, detail: RunDetail) -> None:
-    """Draw the buckets of the run's wall time, its cost, and its end.
+    """Draw the use of a run's wall time on its page, with cost and forecast.
 
     Queried when it is opened: the collector reads every step of the run for it.
     """

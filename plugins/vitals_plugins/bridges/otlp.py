@@ -33,7 +33,7 @@ from vitals_collector.queries.ledger import run_row
 from vitals_collector.queries.series import attempt_rows
 from vitals_collector.storage.store import Store
 from vitals_collector.storage.tokens import Principal
-from vitals_plugins.bridges.importers.protobuf import (
+from vitals_plugins.bridges.protobuf import (
     decode_double,
     decode_int64,
     encode_varint,
@@ -72,7 +72,7 @@ class OtlpPoints:
     why: str = ""
 
     def refuse(self, num: int, why: str) -> None:
-        """Count rejected points; the first reason is reported."""
+        """Count rejected OTLP points; the first reason is reported."""
         self.num_refused += num
         self.why = self.why or why
 
@@ -83,13 +83,17 @@ class OtlpPoints:
 
 
 def decode_otlp_request(body: bytes, *, is_json: bool) -> OtlpPoints:
-    """Return the points of a request.
+    """Return the points of an OTLP metrics request.
 
     Raises:
         FormatError: the body is not a valid request.
     """
     try:
-        request = msgspec.json.decode(body) if is_json else _decode_request(memoryview(body))
+        if is_json:
+            request = msgspec.json.decode(body)
+        else:
+            parts = _embedded_messages(memoryview(body), 1)
+            request = {"resourceMetrics": [_decode_resource_metrics(part) for part in parts]}
     except UNREADABLE as error:
         raise FormatError(f"the body is not an OTLP metrics request: {error}") from error
     taken = OtlpPoints()
@@ -104,6 +108,7 @@ def decode_otlp_request(body: bytes, *, is_json: bool) -> OtlpPoints:
 
 
 def _collect_points(metric: Any, run_id: str, service: str, taken: OtlpPoints) -> None:
+    """Add the points of a metric in an OTLP request; count those that are invalid."""
     name = metric.get("name") if isinstance(metric, dict) else None
     if not isinstance(name, str) or not name:
         taken.refuse(1, "a metric has no name")
@@ -127,6 +132,7 @@ def _collect_points(metric: Any, run_id: str, service: str, taken: OtlpPoints) -
 
 
 def _parse_point(point: Any, run_id: str, service: str, name: str) -> Point:
+    """Return a data point of an OTLP request; a ValueError if it is not valid."""
     attributes = _parse_attributes(point)
     step = attributes.pop("step", None)
     if int(point.get("flags", 0)) & _FLAG_NO_VALUE:
@@ -144,7 +150,6 @@ def _parse_point(point: Any, run_id: str, service: str, name: str) -> Point:
 
 
 def _parse_attributes(of: Any) -> dict[str, object]:
-    """Return the plain attributes of an object in an OTLP request."""
     attributes: dict[str, object] = {}
     for pair in _dicts_or_empty(of, "attributes"):
         value = _dict_or_empty(pair, "value")
@@ -164,18 +169,12 @@ def _dicts_or_empty(of: Any, name: str) -> list[Any]:
 
 
 def _dict_or_empty(of: Any, name: str) -> dict[str, Any]:
-    """Return an object in an OTLP request; empty if it is missing."""
     part = of.get(name) if isinstance(of, dict) else None
     return part if isinstance(part, dict) else {}
 
 
-def _decode_request(raw: memoryview) -> dict[str, Any]:
-    return {
-        "resourceMetrics": [_decode_resource_metrics(part) for part in _embedded_messages(raw, 1)]
-    }
-
-
 def _decode_resource_metrics(raw: memoryview) -> dict[str, Any]:
+    """Decode a resource and its metrics in an OTLP request to their JSON form."""
     resources = _embedded_messages(raw, 1)
     return {
         "resource": {
@@ -191,6 +190,7 @@ def _decode_resource_metrics(raw: memoryview) -> dict[str, Any]:
 
 
 def _decode_metric(raw: memoryview) -> dict[str, Any]:
+    """Decode a gauge or sum of an OTLP request to its JSON form."""
     metric: dict[str, Any] = {}
     for number, value in read_fields(raw):
         if number == 1 and not isinstance(value, int):
@@ -221,6 +221,7 @@ def _number_point(raw: memoryview) -> dict[str, Any]:
 
 
 def _decode_key_value(raw: memoryview) -> dict[str, Any]:
+    """Decode an attribute of an OTLP request to its JSON form."""
     pair: dict[str, Any] = {"key": "", "value": {}}
     for number, value in read_fields(raw):
         if isinstance(value, int):
@@ -271,12 +272,9 @@ class _ServiceWriter:
     def encode_batches(
         self, points: Sequence[Point], at: tuple[int, int], now_ns: int
     ) -> list[bytes]:
-        """Return the batches of these points.
+        """Return the batches of these OTLP points.
 
-        Args:
-            points: of this writer.
-            at: the run's latest attempt, and its latest step.
-            now_ns: since 1970.
+        ``at`` is the run's latest attempt, and its latest step.
         """
         attempt, newest = at
         new = dict.fromkeys(point.name for point in points if point.name not in self.names)
@@ -301,6 +299,7 @@ class _ServiceWriter:
         return [*encoded_bodies, self._encode_batch(SCALARS_SCHEMA, rows)]
 
     def _encode_batch(self, schema: Schema, rows: Sequence[Sequence[Value]]) -> bytes:
+        """Return a batch of rows that come from OTLP points, with the next numbers."""
         first = self._next_seq[schema.stream]
         self._next_seq[schema.stream] = first + len(rows)
         raw = b"".join(schema.pack(first + index, row) for index, row in enumerate(rows))
@@ -322,7 +321,7 @@ class OtlpIntake:
         self._lock = asyncio.Lock()
 
     async def store(self, taken: OtlpPoints, principal: Principal) -> None:
-        """Store the points; they are durable when this returns.
+        """Store the OTLP points; they are durable when this returns.
 
         Raises:
             UsageError: there is no such run.
@@ -348,6 +347,7 @@ class OtlpIntake:
         taken: OtlpPoints,
         principal: Principal,
     ) -> None:
+        """Store the OTLP points of one service of a run; refuse those above the limits."""
         run_id, service, _ = key
         at = await asyncio.to_thread(self._newest, run_id)
         now_ns = self._clock.time_ns()
@@ -370,7 +370,7 @@ class OtlpIntake:
             await self._ingest.store(writer.encode_batches(accepted, at, now_ns), principal)
 
     def _newest(self, run_id: str) -> tuple[int, int]:
-        """Return the run's latest attempt, and its latest step."""
+        """Return the latest attempt and step of the run that OTLP points name."""
         with self._store.read_transaction() as connection:
             run_row(connection, run_id)
             moment = self._store.snapshot_on(connection)
@@ -428,6 +428,3 @@ def _answer(taken: OtlpPoints) -> bytes:
     why = taken.why.encode()[:1_000]
     inner = b"\x08" + encode_varint(taken.num_refused) + b"\x12" + encode_varint(len(why)) + why
     return b"\x0a" + encode_varint(len(inner)) + inner
-
-
-__all__ = ["MAX_NAMES", "OtlpIntake", "OtlpPoints", "Point", "decode_otlp_request", "otlp_router"]

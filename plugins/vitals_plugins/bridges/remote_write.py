@@ -24,7 +24,7 @@ from trainvitals.errors import ConfigError, MissingDependencyError
 from vitals_collector.alerts.notifiers import AsyncPinnedTransport, check_url, redacted
 from vitals_collector.api.exposition import OUTCOMES
 from vitals_collector.storage.store import IngestCounters
-from vitals_plugins.bridges.importers.protobuf import encode_varint
+from vitals_plugins.bridges.protobuf import encode_varint
 
 PUSH_SECONDS = 15.0
 """From one push to the next: as often as the generated configuration scrapes."""
@@ -91,16 +91,17 @@ class RemoteWriter:
         counters.remote_writes.update(dict.fromkeys(OUTCOMES, 0))
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread that pushes samples to Prometheus."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; waiting samples are not pushed any more."""
+        """Stop the remote write; waiting samples are no longer pushed."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_SECONDS)
 
     def _push_until_stopped(self) -> None:
+        """Push samples periodically by remote write; count and log an error."""
         while not self._stop.wait(PUSH_SECONDS):
             try:
                 self.push_if_due()
@@ -109,7 +110,7 @@ class RemoteWriter:
                 _LOG.exception("remote_write_failed again_in=%gs", PUSH_SECONDS)
 
     def push_if_due(self) -> None:
-        """Collect samples, and push the waiting ones, if it is time."""
+        """Collect Prometheus samples, and push the waiting ones, if it is time."""
         if not self._leads():
             self._waiting.clear()  # the leader has pushed it since
             self._last.clear()
@@ -121,10 +122,10 @@ class RemoteWriter:
             self._waiting.popleft()
 
     def _collect_samples(self) -> None:
+        """Collect the runs' samples for Prometheus; above a limit, drop the oldest."""
         values = dict(_iterate_run_samples(self._collector))
-        body = encode_write_request(
-            values, ended=self._last - values.keys(), unix_ms=self._unix_ms()
-        )
+        unix_ms = self._clock.time_ns() // 1_000_000
+        body = encode_write_request(values, ended=self._last - values.keys(), unix_ms=unix_ms)
         self._last = set(values)
         if not body:
             return
@@ -133,11 +134,8 @@ class RemoteWriter:
             self._count("dropped")
         self._waiting.append(body)
 
-    def _unix_ms(self) -> int:
-        return self._clock.time_ns() // 1_000_000
-
     def _push(self, body: bytes) -> bool:
-        """Push one body; False: retry later."""
+        """Push one body to the Prometheus store; False: retry later."""
         try:
             status, text = asyncio.run(self._send(compress_snappy(body)))
         except TimeoutError:
@@ -158,7 +156,7 @@ class RemoteWriter:
         return True
 
     async def _send(self, raw: bytes) -> tuple[int, str]:
-        """Send one body; return the response's status and the start of its text."""
+        """Send one remote-write body; return the response's status and its text's start."""
         client = httpx.AsyncClient(
             timeout=_TIMEOUT_SECONDS,
             follow_redirects=False,
@@ -171,7 +169,7 @@ class RemoteWriter:
             return answer.status_code, ""
 
     def _try_again(self, reason: str) -> bool:
-        """Schedule another push of the samples, after a growing pause."""
+        """Schedule another push to the Prometheus store, after a growing pause."""
         self._count("retried")
         self._num_failures += 1
         if self._num_failures == 1:
@@ -181,7 +179,7 @@ class RemoteWriter:
         return False
 
     def _count(self, outcome: str) -> None:
-        """Count a push of samples by its outcome."""
+        """Count a push to the Prometheus store by its outcome."""
         with self._counters.lock:
             self._counters.remote_writes[outcome] += 1
 
@@ -194,7 +192,7 @@ def remote_writer(
     clock: Clock,
     leads: Callable[[], bool],
 ) -> RemoteWriter | None:
-    """Return the writer that pushes to ``url``; None without a URL.
+    """Return the writer that pushes to Prometheus at ``url``; None without a URL.
 
     Raises:
         ConfigError: the URL is invalid, or its host cannot be a server.
@@ -218,6 +216,7 @@ def remote_writer(
 
 
 def _is_http_url(url: str) -> bool:
+    """Return whether a remote-write URL has the scheme HTTP or HTTPS, and a host."""
     try:
         parts = urlsplit(url)
         _ = parts.port, httpx.URL(url)
@@ -227,7 +226,7 @@ def _is_http_url(url: str) -> bool:
 
 
 def _iterate_run_samples(collector: Collector) -> Iterator[tuple[Series, float]]:
-    """Yield the series that are about a run, each with its value."""
+    """Yield the Prometheus series that are about a run, each with its value."""
     for family in collector.collect():
         for sample in family.samples:
             if "run" in sample.labels:
@@ -242,8 +241,12 @@ def _iterate_run_samples(collector: Collector) -> Iterator[tuple[Series, float]]
 def encode_write_request(
     values: dict[Series, float], *, ended: Iterable[Series], unix_ms: int
 ) -> bytes:
-    """Return the WriteRequest of these samples, and of the end of series; b"" if empty."""
-    bits = [(series, struct.pack("<d", _normalize_nan(value))) for series, value in values.items()]
+    """Return the remote-write request of samples and of the end of series; b"" if empty."""
+    bits = [
+        # The ordinary NaN: other NaN bits may mark the end of a series.
+        (series, struct.pack("<d", math.nan if math.isnan(value) else value))
+        for series, value in values.items()
+    ]
     bits += [(series, _STALE) for series in ended]
     return b"".join(
         _encode_bytes_field(1, _encode_series(series, value, unix_ms)) for series, value in bits
@@ -251,15 +254,10 @@ def encode_write_request(
 
 
 def compress_snappy(body: bytes) -> bytes:
-    """Return the body as snappy's block format."""
+    """Return a remote-write body as snappy's block format."""
     import cramjam  # of the extra remote-write
 
     return bytes(cramjam.snappy.compress_raw(body))
-
-
-def _normalize_nan(value: float) -> float:
-    """Return the value, or the ordinary NaN: some NaN bits mark the end of a series."""
-    return math.nan if math.isnan(value) else value
 
 
 def _encode_series(series: Series, value: bytes, unix_ms: int) -> bytes:
@@ -275,8 +273,5 @@ def _encode_series(series: Series, value: bytes, unix_ms: int) -> bytes:
 
 
 def _encode_bytes_field(number: int, content: bytes) -> bytes:
-    """Return a field that holds bytes (protobuf.dev, "Encoding")."""
+    """Return a remote-write field that holds bytes (protobuf.dev, "Encoding")."""
     return encode_varint(number << 3 | 2) + encode_varint(len(content)) + content
-
-
-__all__ = ["RemoteWriter", "compress_snappy", "encode_write_request", "remote_writer"]

@@ -67,7 +67,7 @@ def gemm(
     seconds: float = 0.0,
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
 ) -> WrongAnswer | None:
-    """Multiply two matrices of integers, and compare with the product in int64 of the host's.
+    """Multiply two integer matrices; compare with the known result: the host's int64 product.
 
     Args:
         device: device of the multiplication.
@@ -107,7 +107,7 @@ def memory(
     *,
     read: Callable[[torch.Tensor], torch.Tensor] = lambda part: part,
 ) -> WrongAnswer | None:
-    """Write a pattern into a block of a device's memory, then read it back.
+    """Write a known pattern into a block of a device's memory, then read it back.
 
     Args:
         block: words of int64 on the device; larger than its caches, or those are tested.
@@ -131,6 +131,7 @@ def memory(
 def _pattern_words(
     pattern: str, block: torch.Tensor, first: int, num_words: int, seed: int
 ) -> torch.Tensor:
+    """Return the known words that a memory test writes and expects to read back."""
     if pattern == "0x55":
         return block.new_full((num_words,), 0x5555555555555555)
     if pattern == "0xaa":
@@ -176,7 +177,7 @@ def all_reduce(
 def _find_wrong_element(
     kernel: str, seed: int, actual: torch.Tensor, expected: torch.Tensor
 ) -> WrongAnswer | None:
-    """Return the first wrong element of a kernel's result, compared bit by bit."""
+    """Return the first element that differs, bit by bit, from the known result of a kernel."""
     integer = _INTEGERS[expected.element_size()]
     actual, expected = actual.reshape(-1).view(integer), expected.reshape(-1).view(integer)
     wrong = (actual != expected).nonzero()

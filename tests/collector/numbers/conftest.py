@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.rolled_memory import RolledMemory
 from vitals_collector.numbers import lake_maintenance
 from vitals_collector.numbers.interface import NumberStore
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.memory import MemoryNumberStore
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def numbers(
 def empty_numbers(kind: str, folder: Path, fresh_lake: Path) -> Iterator[NumberStore]:
     """Open an empty store of that kind."""
     if kind == "memory":
-        yield MemoryNumberStore()
+        yield RolledMemory()
         return
     shutil.copytree(fresh_lake, folder, dirs_exist_ok=True)
     lake = Lake(folder)

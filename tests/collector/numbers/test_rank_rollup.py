@@ -21,6 +21,7 @@ from tests.support.levels import (
     rows_of,
 )
 from tests.support.numbers import new_lake, plain
+from tests.support.rolled_memory import RolledMemory
 from trainvitals.errors import StorageError
 from vitals_collector.numbers import lake_rollup
 from vitals_collector.numbers.interface import (
@@ -32,7 +33,6 @@ from vitals_collector.numbers.interface import (
     StepWindow,
 )
 from vitals_collector.numbers.lake import Lake
-from vitals_collector.numbers.memory import MemoryNumberStore
 from vitals_collector.numbers.rank_rollup import STATISTICS
 
 
@@ -111,7 +111,7 @@ def test_values_that_overflow_together_have_a_mean_between_their_ends(numbers: N
 
 
 def test_the_lake_and_memory_make_the_same_levels(tmp_path: Path) -> None:
-    lake, memory = new_lake(tmp_path), MemoryNumberStore()
+    lake, memory = new_lake(tmp_path), RolledMemory()
     for numbers in (lake, memory):
         fill(numbers, num_ranks=24)
     assert lake.roll_up(RUN, FIRST, 8) == memory.roll_up(RUN, FIRST, 8)
@@ -123,7 +123,7 @@ def test_the_lake_and_memory_make_the_same_levels(tmp_path: Path) -> None:
 
 
 def test_an_overview_shows_no_row_that_was_taken_away(tmp_path: Path) -> None:
-    lake, memory = new_lake(tmp_path), MemoryNumberStore()
+    lake, memory = new_lake(tmp_path), RolledMemory()
     for numbers in (lake, memory):
         fill(numbers, num=1_000)
     lake.merge()  # all is outlined

@@ -21,6 +21,7 @@ from tests.support.damage import answers, sent
 from tests.support.forked import COMMANDS
 from tests.support.lake_writer import WRITER
 from tests.support.numbers import losses
+from tests.support.rolled_memory import RolledMemory
 from trainvitals.cli.groups import add_commands
 from trainvitals.errors import MissingDependencyError, StorageError, UsageError
 from vitals_collector.cli import sql
@@ -143,7 +144,7 @@ def test_a_lake_on_s3_answers_as_memory_does_and_leaves_no_file_here(
 
 @pytest.mark.nightly
 def test_levels_on_s3_are_those_of_memory(s3: S3, tmp_path: Path) -> None:
-    memory, lake = MemoryNumberStore(), Lake(tmp_path, bucket=s3.bucket())
+    memory, lake = RolledMemory(), Lake(tmp_path, bucket=s3.bucket())
     for numbers in (memory, lake):
         levels.fill(numbers, num_ranks=6, num=300)
     assert lake.roll_up(RUN, levels.FIRST, 2) == memory.roll_up(RUN, levels.FIRST, 2)

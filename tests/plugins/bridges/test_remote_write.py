@@ -27,7 +27,7 @@ from vitals_collector.alerts.receivers import NotifierSettings
 from vitals_collector.api.app import CollectorSettings
 from vitals_collector.storage.store import IngestCounters
 from vitals_plugins.bridges import remote_write
-from vitals_plugins.bridges.importers.protobuf import read_fields
+from vitals_plugins.bridges.protobuf import read_fields
 from vitals_plugins.bridges.remote_write import MAX_WAITING, RemoteWriter, remote_writer
 
 URL = "http://store.example.org/api/v1/write"

@@ -1,3 +1,4 @@
+import os
 import stat
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.orders import keys
 from tests.trainvitals.io.builders import a_command
-from trainvitals.errors import FormatError, InsecurePathError, UnauthorizedError
+from trainvitals.errors import FormatError, InsecurePathError, StorageError, UnauthorizedError
 from trainvitals.identity import new_run_id
 from trainvitals.io.control_key import (
     control_folder,
@@ -32,6 +33,21 @@ def test_both_halves_are_made_once_and_for_this_user_alone(folder: Path) -> None
     assert {0o600} == {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
     make_control_key(folder)
     assert halves == {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_key_that_cannot_be_written_is_removed_and_made_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(StorageError, match="cannot be created: No space left"):
+            make_control_key(tmp_path)
+    assert [] == list(tmp_path.iterdir())
+    make_control_key(tmp_path)
+    assert {"control.key", "control.pub"} == {path.name for path in tmp_path.iterdir()}
 
 
 def test_a_folder_with_the_public_half_alone_stays_so_and_signs_nothing(folder: Path) -> None:

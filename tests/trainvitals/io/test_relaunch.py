@@ -27,6 +27,11 @@ def test_a_restart_of_torchrun_goes_on_with_the_run(launched):
     assert RUN == earlier_run(launched, AGAIN)
 
 
+def test_a_run_that_an_earlier_version_recorded_is_found(launched):
+    (launched / f".launches-{os.geteuid()}").rename(launched / ".launches")
+    assert RUN == earlier_run(launched, AGAIN)
+
+
 def test_a_requeued_job_goes_on_with_the_run_although_torchrun_begins_anew(launched):
     assert RUN == earlier_run(launched, {**FIRST, **REQUEUED})
 

@@ -25,6 +25,14 @@ def test_a_run_directory_is_made_once_and_found_again(tmp_path: Path, run_id: st
     assert made.path == tmp_path / "a" / "b" / run_id
 
 
+@pytest.mark.parametrize(("share", "mode"), [("", 0o700), ("none", 0o700), ("group", 0o750)])
+def test_only_the_group_of_a_shared_run_may_read_its_directory(
+    tmp_path: Path, run_id: str, share: str, mode: int
+) -> None:
+    run_dir = RunDir.create(tmp_path, run_id, share=share)
+    assert mode == stat.S_IMODE(run_dir.path.stat().st_mode) & 0o777
+
+
 @pytest.mark.parametrize("name", ["../evil", "", "my run", "a/b", "x" * 26])
 def test_a_run_id_that_is_no_ulid_is_never_a_path(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="must be a ULID"):

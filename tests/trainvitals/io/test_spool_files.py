@@ -84,6 +84,16 @@ def test_a_header_lies_once_in_a_stretch_and_damage_to_it_costs_that_stretch_of_
     again.close()
 
 
+def test_batches_of_one_writer_share_one_header_in_a_short_file(
+    tmp_path: Path, identity: Identity
+) -> None:
+    spool = Spool(tmp_path, max_bytes=GB, keep=True)
+    fill(spool, identity, 20)
+    spool.close()
+    (path,) = tvs_files(tmp_path)
+    assert (1, 19) == (path.read_bytes().count(b"TVB2"), path.read_bytes().count(b"TVS2"))
+
+
 def test_damage_at_the_end_of_an_older_file_is_counted(tmp_path: Path, identity: Identity) -> None:
     (tmp_path / "000000.tvs").write_bytes(a_batch(identity, 0, 1) + b"TVB2 torn")
     (tmp_path / "000001.tvs").write_bytes(a_batch(identity, 1, 1))

@@ -9,7 +9,7 @@ from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.fleet.base import MergedStep, NodeSample
 from trainvitals.detect.fleet.layers import LayerConfig
 from trainvitals.detect.fleet.memory import MemoryConfig
-from trainvitals.detect.fleet.node import GpuErrorWatcher, GpuLostWatcher
+from trainvitals.detect.fleet.node import GpuErrorConfig, GpuErrorWatcher, GpuLostWatcher
 from trainvitals.detect.fleet.optimizer import LearningRateConfig, LossScaleConfig
 from trainvitals.detect.fleet.ranks import RankLossConfig
 from trainvitals.detect.fleet.speed import (
@@ -51,6 +51,17 @@ def test_an_xid_is_told_in_words_and_only_when_it_comes_up() -> None:
 def test_a_reset_counter_is_no_error() -> None:
     watcher = GpuErrorWatcher()
     rows = samples(*[{"G": {"ecc_uncorrected_errors": n}} for n in (9, 9, 0, 0)])
+    assert [] == [f for row in rows for f in watcher.update(row)]
+
+
+def test_corrected_errors_count_from_zero_after_a_reset_and_in_each_window() -> None:
+    watcher = GpuErrorWatcher(GpuErrorConfig(corrected=100, corrected_seconds=10.0))
+    counts = (5000, 5000, 0, 100)  # a driver that was loaded again counts from zero
+    rows = samples(*[{"G": {"ecc_corrected_errors": n}} for n in counts])
+    (finding,) = [f for row in rows for f in watcher.update(row)]
+    assert ("ecc_corrected", 3, 100) == (finding.cause, finding.step, finding.value)
+    watcher = GpuErrorWatcher(GpuErrorConfig(corrected=100, corrected_seconds=10.0))
+    rows = samples(*[{"G": {"ecc_corrected_errors": 9 * i}} for i in range(60)])
     assert [] == [f for row in rows for f in watcher.update(row)]
 
 

@@ -143,8 +143,9 @@ def test_overflows_are_seen_in_the_scale_alone() -> None:
 
 def test_a_counter_of_overflows_serves_as_well() -> None:
     course = "loss_scale 1024x200; overflow_steps 0x100 0..99x100"
-    found = causes(watched(LossScaleWatcher(), course))
-    assert {105: ["loss_scale_collapse"], 121: ["overflow_rate"]} == found
+    found = watched(LossScaleWatcher(), course)
+    assert {105: ["loss_scale_collapse"], 121: ["overflow_rate"]} == causes(found)
+    assert [101, 101] == [finding.onset_step for finding in found]
 
 
 # ------------------------------------------------------------------------- weight norm
@@ -158,6 +159,12 @@ def test_weights_that_shrink_or_grow_fast_are_reported_once_while_they_do() -> N
         assert f"the weight norm {direction} from" in finding.reason
         assert finding.value is not None and finding.limit is not None
         assert finding.value > finding.limit >= WeightNormConfig().change
+
+
+def test_weights_of_a_small_norm_are_judged_by_the_same_ratio() -> None:
+    rows = merged_series("weight_norm 0.09..0.1x60 0.1..0.04x20 0.04x60")
+    (finding,) = watched(WeightNormWatcher(), rows)
+    assert "the weight norm shrank from" in finding.reason
 
 
 def test_weights_that_grow_from_their_beginning_are_healthy() -> None:
@@ -208,6 +215,13 @@ def test_activations_are_told_once_per_order_of_magnitude() -> None:
     assert found[0].reason.startswith("the output of mlp has a root mean square of 20, 20x")
 
 
+def test_one_report_counts_all_outputs_that_grew() -> None:
+    course = "; ".join(f"h.{i}:activation_rms 1x60 {20 + i}x9" for i in range(3))
+    (finding,) = watched(ActivationWatcher(), course)
+    assert finding.reason.startswith("the output of h.2 has a root mean square of 22, 22x")
+    assert finding.reason.endswith("; 2 more grew as much")
+
+
 def test_activations_that_collapse_are_told_once() -> None:
     fell = watched(ActivationWatcher(), "mlp:activation_rms 1x60 0.05x100")
     assert {62: ["activation_collapse"]} == causes(fell)
@@ -224,6 +238,7 @@ def test_activations_that_collapse_are_told_once() -> None:
 def test_few_dead_features_and_those_that_always_were_are_not_told() -> None:
     assert [] == watched(ActivationWatcher(), "mlp:activation_dead_ratio 0.05x60 0.6x100")
     assert [] == watched(ActivationWatcher(), "mlp:activation_dead_ratio 0.95x60 1x100")
+    assert [] == watched(ActivationWatcher(), "mlp:activation_dead_ratio 0x49 1x100")
     switched = "mlp:activation_dead_ratio 0x60 1x2 0x3 1x1 0x50 1x9 0x3 1x40"
     assert [] == watched(ActivationWatcher(), switched)
     once = "mlp:activation_dead_ratio 0x60 1x2 0x50 1x40"

@@ -57,9 +57,6 @@ def register(app: typer.Typer) -> None:
     add_group(app, "checkpoints", commands, about=about, example="vitals checkpoints list my-run")
 
 
-# ------------------------------------------------------------------------------------- commands
-
-
 def show(run: _Run, directory: VitalsDir = RUNS, form: Form = Format.TABLE) -> None:
     """List checkpoints with their status, including removed and quarantined ones.
 
@@ -167,9 +164,6 @@ def _known_to_collector(run: str) -> list[IndexEntry]:
         ]
 
 
-# ------------------------------------------------------------------------------------ verifying
-
-
 class VerifyResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of verifying one checkpoint."""
 
@@ -181,11 +175,12 @@ class VerifyResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_sound(self) -> bool:
-        """Whether no fault was found; checks that were skipped without torch do not count."""
+        """Return whether the checkpoint has no fault; checks skipped without torch do not count."""
         return self.checksums == "ok" and self.finite != "wrong"
 
 
 def _verify_checkpoint(folder: CheckpointFolder, name: str) -> VerifyResult:
+    """Read a checkpoint back; return the result for its checksums and finite values."""
     path, notes = folder.path, [_refusal_reason(folder, name)]
     try:
         content = manifests.check(path / name)
@@ -233,7 +228,7 @@ def _error_text(error: Exception) -> str:
 
 
 def _nonfinite(folder: Path, content: Manifest) -> list[str]:
-    """Return the names of tensors with NaN or Inf that had none when the training started."""
+    """Return the names of a checkpoint's tensors with NaN or Inf that had none at the start."""
     from torch import Tensor
     from torch.distributed.checkpoint.metadata import MetadataIndex
 

@@ -46,13 +46,8 @@ def write_part(
 ) -> None:
     """Write this rank's part of a checkpoint; an existing part is left unchanged.
 
-    Args:
-        folder: directory of the checkpoints.
-        content: manifest of the checkpoint; its files and sizes are filled in.
-        rank: rank of the part, out of ``content.world_size``.
-        boxes: data of this rank.
-        check_whole: raises if the boxes have changed by the time they are written.
-        key: key of the run, which signs the part.
+    Files and sizes of ``content`` are filled in. ``check_whole`` raises if the boxes have changed
+    by the time they are written. The run's ``key`` signs the part.
 
     Raises:
         CheckpointError: it could not be written.
@@ -126,6 +121,7 @@ def merge_emergency_parts(folder: CheckpointFolder, run_id: str) -> list[str]:
 
 
 def _emergency_directory(folder: Path, run_id: str) -> Path:
+    """Return the directory for the parts of a run's checkpoints, written without collectives."""
     return folder / f".alone-{run_id}"
 
 
@@ -155,7 +151,7 @@ def _merge_checkpoint(folder: CheckpointFolder, parts: Path, run_id: str) -> Non
 
 
 def _check_parts(folder: CheckpointFolder, parts: Path, run_id: str) -> list[tuple[Path, Manifest]]:
-    """Return every rank's part and its manifest, once all of them exist.
+    """Return every rank's part of a checkpoint and its manifest, once all of them exist.
 
     The metadata of each part is read back here; the tensors at the next load, by all ranks at once.
     """
@@ -182,7 +178,7 @@ def _check_parts(folder: CheckpointFolder, parts: Path, run_id: str) -> list[tup
 
 
 def _combine_metadata(parts: list[Metadata]) -> Metadata:
-    """Return the metadata of all parts; a box from several ranks is taken from the first."""
+    """Return the metadata of all parts of a checkpoint; a box of several ranks is the first's."""
     merged = Metadata(state_dict_metadata={}, storage_data={})
     for rank, part in enumerate(parts):
         for name, stored in stored_tensors(part).items():
@@ -208,7 +204,7 @@ def _check_whole(metadata: Metadata) -> None:
 
 
 def _rank_file_name(name: str, rank: int) -> str:
-    """Return the name of a part's ``__0_M.distcp`` file with the number of its rank."""
+    """Return the name of a checkpoint part's ``__0_M.distcp`` file with the number of its rank."""
     return f"__{rank}_{name.split('_')[-1]}"
 
 

@@ -42,8 +42,7 @@ class FoundCheckpoints:
 
     def folder(self, checkpoint_id: str) -> CheckpointFolder:
         """Return the directory that the checkpoint belongs to, as its run sees it."""
-        run_id = manifests.peek(self.path / checkpoint_id).run_id
-        run_id = self.run_id or run_id
+        run_id = self.run_id or manifests.peek(self.path / checkpoint_id).run_id
         return CheckpointFolder(self.path, run_id=run_id, key=self._key(run_id))
 
     def _key(self, run_id: str) -> bytes:
@@ -55,7 +54,7 @@ class FoundCheckpoints:
 
 
 def find_checkpoints(run: str, vitals_dir: Path) -> FoundCheckpoints:
-    """Return the selected directory of checkpoints.
+    """Return the directory of checkpoints that a command selects.
 
     Raises:
         UsageError: there is none, or the selection is ambiguous.
@@ -74,13 +73,12 @@ def find_checkpoints(run: str, vitals_dir: Path) -> FoundCheckpoints:
             "folder",
         )
     ids = newest_of(run_dir.run_id for run_dir in saved)
-    raise UsageError(
-        f"{len(saved)} matching runs have checkpoints: {ids}",
-        hint="give the id of one",
-    )
+    text = f"{len(saved)} matching runs have checkpoints: {ids}"
+    raise UsageError(text, hint="give the id of one")
 
 
 def _holds_checkpoints(folder: Path) -> bool:
+    """Return whether a directory contains checkpoints or their index; raise if unreadable."""
     if not folder.is_dir():
         return False
     try:
@@ -94,8 +92,5 @@ def _holds_checkpoints(folder: Path) -> bool:
 
 
 def newest_of(names: Iterable[str]) -> str:
-    """Return the last three names as a list in a sentence."""
+    """Return the last three checkpoints' names as a list in a sentence."""
     return ", ".join(list(names)[-3:])
-
-
-__all__ = ["RUNS", "FoundCheckpoints", "find_checkpoints", "newest_of"]

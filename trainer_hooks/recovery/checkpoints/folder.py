@@ -60,14 +60,9 @@ _ABANDONED_NS = 3600 * 10**9
 class CheckpointFolder:
     """The checkpoints of one run in one directory, which other runs may share.
 
-    Args:
-        path: the directory.
-        run_id: run whose checkpoints are written, loaded and rotated.
-        keep: number of latest checkpoints that rotation keeps; at least 1.
-        keep_every: steps of which rotation keeps one checkpoint permanently; 0 for none.
-        key: key of the run, which signs manifests, and proves them if others may write the
-            directory; empty if it is not available: then nothing there can be proven.
-        clock: provides the times at which a checkpoint was retired or turned bad.
+    Rotation keeps the latest ``keep``, at least 1, and permanently one per ``keep_every`` steps; 0
+    for none. The run's ``key`` signs manifests, and proves them if others may write the directory;
+    if it is empty, nothing there can be proven.
     """
 
     def __init__(
@@ -128,6 +123,7 @@ class CheckpointFolder:
         self._index.write()
 
     def _delete_leftover(self, path: Path) -> None:
+        """Delete an incomplete checkpoint or an abandoned temporary file of this run."""
         match = IN_WORK.match(path.name)
         if path.name.startswith(TEMPORARY):
             if self._clock.time_ns() - path.lstat().st_mtime_ns < _ABANDONED_NS:
@@ -287,6 +283,7 @@ class CheckpointFolder:
             ) from error
 
     def _rename_bad(self, checkpoint_id: str, reason: str) -> None:
+        """Rename a checkpoint so that nothing loads it, and record the reason."""
         bad, number = self.path / f"{_BAD}{checkpoint_id}", 1
         while os.path.lexists(bad):  # the same id again, for example after a relaunch
             number += 1
@@ -326,10 +323,7 @@ class CheckpointFolder:
 
         One with a damaged manifest is included as verified, so that the load reports and
         quarantines it; one of a newer version of Vitals is included too, so that it is reported and
-        not skipped silently.
-
-        Args:
-            on_branch: excludes checkpoints of a discarded attempt.
+        not skipped silently. Those of a discarded attempt are excluded by ``on_branch``.
         """
         refs = []
         for name in self.names():
@@ -393,6 +387,7 @@ class CheckpointFolder:
     def _read_run_manifest(
         self, checkpoint_id: str, read: Callable[[Path, bytes | None], Manifest]
     ) -> Manifest:
+        """Return a checkpoint's manifest with ``read``; refuse another run's."""
         folder = self.folder(checkpoint_id)
         try:
             content = self.proven(folder, read)
@@ -469,6 +464,7 @@ class CheckpointFolder:
         return by_id
 
     def _checkpoint_ref(self, name: str, content: Manifest | Header) -> CheckpointRef:
+        """Return the reference to a checkpoint on disk, with its state."""
         step, attempt = manifests.parse_id(name)
         state = state_of(self.path / name, content)
         return CheckpointRef(id=name, step=step, attempt=attempt, state=state, where="disk")
@@ -509,7 +505,7 @@ class CheckpointFolder:
             )
         )
         if state in ("retired", "bad"):
-            self._index.add_gone(
+            self._index.gone.append(
                 IndexEntry(
                     id=name,
                     run_id=self._run_id,
@@ -526,6 +522,7 @@ class CheckpointFolder:
 
 
 def _unusable_directory_error(path: Path, why: str) -> StorageError:
+    """Return the error for a directory in which no checkpoint can be stored."""
     return StorageError(
         f"checkpoints cannot be kept in {path}: {why}",
         hint="name a folder that every rank can write: watch(..., checkpoints=PATH)",

@@ -83,7 +83,7 @@ class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True):
 def reconcile(
     old: CheckpointIndex, there: Sequence[IndexEntry], removed: Iterable[IndexEntry]
 ) -> CheckpointIndex:
-    """Return the current index; the old one is only used for deleted checkpoints.
+    """Return the current index of checkpoints; the old one is only used for deleted checkpoints.
 
     Args:
         old: the index as read; its content is not trusted.
@@ -118,22 +118,16 @@ def removable(
     best: Iterable[str] = (),
     on_branch: OnBranch | None = None,
 ) -> list[str]:
-    """Return the ids that rotation removes, oldest first.
+    """Return the ids of the checkpoints that rotation removes, oldest first.
 
     It keeps the latest ``keep``, the first of each ``keep_every`` steps (a healthy one if there is
     one), and the best. An unproven checkpoint does not replace a healthy one, which the escalation
     policy may need for a rollback; one of the latest unproven checkpoints is kept in addition. A
     checkpoint of a discarded attempt replaces no other; it is removed, except for the latest
-    healthy one of all and the best.
+    healthy one of all and the best. ``on_branch`` returns whether a checkpoint is in the current
+    lineage; None: all are.
 
     Later means created later: an attempt after a rollback is later than higher steps before it.
-
-    Args:
-        refs: the valid checkpoints of one run.
-        keep: at least 1.
-        keep_every: steps of which one checkpoint is kept permanently; 0 for none.
-        best: ids that are marked as best.
-        on_branch: returns whether a checkpoint is in the current lineage; None: all are.
     """
     by_age = sorted(refs, key=lambda ref: (ref.attempt, ref.step))
     present = [r for r in by_age if on_branch is None or on_branch(r.step, r.attempt)]
@@ -156,22 +150,19 @@ class CheckpointIndexFile:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._gone: deque[IndexEntry] = deque(maxlen=MAX_GONE)
+        self.gone: deque[IndexEntry] = deque(maxlen=MAX_GONE)
+        """Deleted checkpoints until they are written."""
         self._lock = threading.Lock()
-
-    def add_gone(self, entry: IndexEntry) -> None:
-        """Remember a deleted checkpoint until it is written."""
-        self._gone.append(entry)
 
     def current(self) -> CheckpointIndex:
         """Return the up-to-date index from disk contents, without writing it."""
         old = _decoded(self._folder / INDEX, CheckpointIndex) or CheckpointIndex()
-        return reconcile(old, list(_scan(self._folder)), tuple(self._gone))
+        return reconcile(old, list(_scan(self._folder)), tuple(self.gone))
 
     def write(self) -> None:
         """Replace ``index.json``. An error is only logged: the next change writes it again."""
         with self._lock:
-            num = len(self._gone)
+            num = len(self.gone)
             try:
                 raw = msgspec.json.format(msgspec.json.encode(self.current()))
                 manifests.write_durably(self._folder / INDEX, self._folder, raw)
@@ -179,7 +170,7 @@ class CheckpointIndexFile:
                 _LOG.warning("vitals: %s is not written: %s", self._folder / INDEX, error)
                 return
             for _ in range(num):
-                self._gone.popleft()
+                self.gone.popleft()
 
 
 def best_mark(folder: Path) -> BestMark | None:
@@ -220,6 +211,7 @@ def _scan(folder: Path) -> Iterator[IndexEntry]:
 
 
 def _index_entry(path: Path) -> IndexEntry:
+    """Return the entry of one checkpoint on disk; with the reason if it is unreadable."""
     content: Manifest | Header
     try:
         content, reason = manifests.read(path), ""
@@ -250,7 +242,7 @@ _Known = TypeVar("_Known", CheckpointIndex, BadMark, BestMark)
 
 
 def _decoded(path: Path, kind: type[_Known]) -> _Known | None:
-    """Return the content of the file; None if it is missing, damaged, a link or far too large."""
+    """Return a checkpoint file's content; None if missing, damaged, a link or far too large."""
     try:
         return msgspec.json.decode(manifests.read_small(path), type=kind)
     except (OSError, ValueError, RecursionError):

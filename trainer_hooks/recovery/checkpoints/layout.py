@@ -9,9 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from trainer_hooks.recovery.checkpoints.shard_layout import LocalShard, Shape, ShardPiece
-from trainer_hooks.recovery.state import TensorSpec
-from trainvitals.errors import CheckpointError
+from trainer_hooks.recovery.state import TensorSpec, mismatch_error
+from trainer_hooks.tensors.shard_layout import LocalShard, Shape, ShardPiece
 
 Scalars = list[dict[str, dict[str, Any]]]
 """For each optimizer, by parameter: the state that is not a tensor."""
@@ -20,20 +19,16 @@ _MODEL = "model."
 
 
 class RankShardLayout:
-    """One rank's view of the complete tensors."""
+    """One rank's view of the complete tensors.
+
+    ``tensors`` are parameters, and tensors of registered modules, by this rank's names. Each
+    rank keeps the state of some parameters only, if the optimizer is in ``split``.
+    """
 
     def __init__(self, tensors: Mapping[str, LocalShard], split: Collection[int]) -> None:
-        """Set the tensors of this rank.
-
-        Args:
-            tensors: by this rank's names: parameters, and tensors of registered modules.
-            split: the optimizers of which each rank keeps the state of some parameters only.
-        """
         self._tensors = tensors
         self._split = split
         self._owners = {whole: key for key, tensor in tensors.items() for whole in tensor.wholes}
-
-    # -------------------------------------------------------------------------------- saving
 
     def find_writable(self, key: str, shape: Shape) -> LocalShard | None:
         """Return the position of a tensor that this rank may write; None if it has none.
@@ -51,7 +46,7 @@ class RankShardLayout:
         return replace(tensor, pieces=tuple(p for p in tensor.pieces if p.name in filled))
 
     def find(self, key: str, shape: Shape) -> LocalShard | None:
-        """Return the position of a tensor within the complete ones; None if it has none."""
+        """Return a tensor's position within a checkpoint's complete ones; None if it has none."""
         if not key.startswith("optim."):
             tensor = self._tensors.get(key)
             return tensor if tensor is not None and tensor.shape == shape else None
@@ -75,7 +70,7 @@ class RankShardLayout:
         )
 
     def spread(self, scalars: Scalars) -> Scalars:
-        """Return the scalars by the names of complete parameters with elements on this rank."""
+        """Name a checkpoint's scalars by the complete parameters with elements on this rank."""
         spread: Scalars = []
         for i, of_params in enumerate(scalars):
             by_whole: dict[str, dict[str, Any]] = {}
@@ -86,47 +81,43 @@ class RankShardLayout:
             spread.append(by_whole)
         return spread
 
-    # ------------------------------------------------------------------------------- loading
-
     def collect(self, scalars: Scalars) -> Scalars:
-        """Return the scalars by the names of the parameters on this rank."""
+        """Return a checkpoint's scalars by the names of the parameters on this rank."""
         collected: Scalars = []
         for of_params in scalars:
             by_param: dict[str, dict[str, Any]] = {}
             for whole, values in of_params.items():
                 param = self._owners.get(_MODEL + whole, _MODEL + whole).removeprefix(_MODEL)
                 if by_param.setdefault(param, dict(values)) != values:
-                    raise _mismatch_error(
+                    raise mismatch_error(
                         f"the state of {whole} differs from that of others in {param}"
                     )
             collected.append(by_param)
         return collected
 
     def is_missing_scalars(self, scalars: Scalars) -> bool:
-        """Return whether the scalars of some parameters are missing, and other ranks have them."""
+        """Return whether a checkpoint's scalars lack some parameters, which other ranks have."""
         wholes = {w.removeprefix(_MODEL) for w in self._owners if w.startswith(_MODEL)}
         return any(of_params and wholes - of_params.keys() for of_params in scalars)
 
     def local_specs(
         self, stored: Mapping[str, TensorSpec], rank_keys: Collection[str]
     ) -> dict[str, TensorSpec]:
-        """Return the shapes and types that this rank's tensors need to load the stored ones.
+        """Return the shapes and types that this rank's tensors need to load a checkpoint's ones.
 
-        Args:
-            stored: tensors stored for this rank, without the ranks' prefixes.
-            rank_keys: the names that were stored under a rank's prefix.
+        ``stored`` are tensors for this rank, without the ranks' prefixes, which ``rank_keys`` had.
 
         Raises:
             CheckpointError: a complete tensor has another shape here, or was stored in parts.
         """
         for whole in self._owners:
             if whole.startswith(_MODEL) and whole not in stored:
-                raise _mismatch_error(f"{whole} is not in the checkpoint")
+                raise mismatch_error(f"{whole} is not in the checkpoint")
         specs: dict[str, TensorSpec] = {}
         for name, spec in stored.items():
             key, local = self._local_key_and_spec(name, spec, is_own=name in rank_keys)
             if specs.setdefault(key, local) != local:
-                raise _mismatch_error(
+                raise mismatch_error(
                     f"{name} was saved as {spec}; others in {key} are not of that kind"
                 )
         return specs
@@ -134,6 +125,7 @@ class RankShardLayout:
     def _local_key_and_spec(
         self, name: str, spec: TensorSpec, *, is_own: bool
     ) -> tuple[str, TensorSpec]:
+        """Return the name, shape and type on this rank of a tensor in a checkpoint."""
         i, param, moment = _parse_optimizer_key(name) if name.startswith("optim.") else (-1, "", "")
         whole = _MODEL + param if moment else name
         owner = self._owners.get(whole)
@@ -144,7 +136,7 @@ class RankShardLayout:
         if is_own and moment and self.find(key, spec.shape) is None:
             return key, spec  # it had no position in a complete tensor, and has none now
         if is_own and not name.startswith("extra."):
-            raise _mismatch_error(
+            raise mismatch_error(
                 f"{name} was saved separately by each rank; here all ranks share it"
             )
         if _is_cut_alike(moment, spec.shape, tensor.wholes[whole]):
@@ -152,26 +144,21 @@ class RankShardLayout:
         if moment and (math.prod(spec.shape) == 1 or tensor.uncut):
             return key, spec
         text = f"{name} was saved as {spec}; the shape of {whole} is {tensor.wholes[whole]} now"
-        raise _mismatch_error(text + (", and there is no rule to cut it" if moment else ""))
+        raise mismatch_error(text + (", and there is no rule to cut it" if moment else ""))
 
 
 def _is_cut_alike(moment: str, shape: Shape, of_param: Shape) -> bool:
-    """Return whether optimizer state is sharded like its parameter."""
+    """Return whether a checkpoint's optimizer state is sharded like its parameter."""
     return shape == of_param and moment != "step"
 
 
 def _parse_optimizer_key(key: str) -> tuple[int, str, str]:
+    """Return a checkpoint's key of optimizer state as index, parameter and name."""
     _, i, rest = key.split(".", 2)
     param, name = rest.rsplit(".", 1)
     return int(i), param, name
 
 
 def _optimizer_key(i: int, whole: str, name: str) -> str:
+    """Return the key of optimizer state in a checkpoint."""
     return f"optim.{i}.{whole.removeprefix(_MODEL)}.{name}"
-
-
-def _mismatch_error(text: str) -> CheckpointError:
-    """Return the error of a checkpoint that does not match the training."""
-    return CheckpointError(
-        text, hint="restore with the same model, optimizers, schedulers and watch(state=...)"
-    )

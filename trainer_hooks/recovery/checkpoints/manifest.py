@@ -89,12 +89,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checkpoint_id(step: int, attempt: int) -> str:
-    """Return the id, which is also the directory's name."""
+    """Return the id of a checkpoint, which is also its directory's name."""
     return f"step-{step:08d}-{attempt}"
 
 
 def parse_id(name: str) -> tuple[int, int]:
-    """Return (step, attempt) of an id.
+    """Return (step, attempt) of a checkpoint's id.
 
     Raises:
         UsageError: it is not an id but, for example, a path.
@@ -109,18 +109,18 @@ def parse_id(name: str) -> tuple[int, int]:
 
 
 def is_id(name: str) -> bool:
-    """Return whether a directory's name is the name of a complete checkpoint."""
+    """Return whether a directory's name is the name of a complete checkpoint on disk."""
     return _ID.match(name) is not None
 
 
 def measure(folder: Path, names: Iterable[str] | None = None) -> dict[str, FileEntry]:
-    """Return sizes and checksums of these files, or of all; their bytes are then on disk."""
+    """Return size and checksum of a checkpoint's files, these or all; bytes are then on disk."""
     names = [path.name for path in folder.iterdir()] if names is None else names
     return {name: _sync_and_hash(folder / name) for name in sorted(names)}
 
 
 def seal(folder: Path, manifest: Manifest, key: bytes = b"") -> None:
-    """Write the manifest last; then it is on disk, together with the names in the directory.
+    """Write the checkpoint's manifest last; then it is on disk, with the names in the directory.
 
     The writer of a file has measured it (``measure``); it is not read again here. ``key`` signs it.
 
@@ -138,7 +138,7 @@ def seal(folder: Path, manifest: Manifest, key: bytes = b"") -> None:
 
 
 def read(folder: Path, key: bytes | None = None) -> Manifest:
-    """Return a directory's manifest, if it is undamaged and belongs to this directory.
+    """Return a checkpoint's manifest, if it is undamaged and belongs to this directory.
 
     Args:
         folder: directory of the checkpoint.
@@ -184,7 +184,7 @@ def read(folder: Path, key: bytes | None = None) -> Manifest:
 
 
 def peek(folder: Path) -> Header:
-    """Return the unproven content of a manifest; empty if it is not readable."""
+    """Return the unproven content of a checkpoint's manifest; empty if it is not readable."""
     try:
         return msgspec.json.decode(read_small(folder / MANIFEST), type=Header)
     except (OSError, ValueError, RecursionError):
@@ -192,7 +192,7 @@ def peek(folder: Path) -> Header:
 
 
 def read_with_sizes(folder: Path, key: bytes | None = None) -> Manifest:
-    """Return the manifest once every file has its size: the check without reading the files.
+    """Return a checkpoint's manifest once every file has its size: a check without reading them.
 
     Raises:
         CheckpointCorruptError: as ``read``, or a file is missing or of another size.
@@ -205,6 +205,7 @@ def read_with_sizes(folder: Path, key: bytes | None = None) -> Manifest:
 
 
 def _check_size(folder: Path, name: str, entry: FileEntry) -> None:
+    """Raise if a file of a checkpoint does not have the size in the manifest."""
     try:
         size = (folder / name).lstat().st_size
     except OSError as error:
@@ -216,6 +217,7 @@ def _check_size(folder: Path, name: str, entry: FileEntry) -> None:
 
 
 def _check_names(folder: Path, manifest: Manifest) -> None:
+    """Raise if the checkpoint's directory and its manifest differ in a file."""
     there = {path.name for path in folder.iterdir()} - {MANIFEST, HEALTHY_MARK, BEST_MARK, BAD_MARK}
     if there != set(manifest.files):
         odd = ", ".join(sorted(there ^ set(manifest.files)))
@@ -223,7 +225,7 @@ def _check_names(folder: Path, manifest: Manifest) -> None:
 
 
 def check(folder: Path, key: bytes | None = None) -> Manifest:
-    """Return the manifest once every file matches it and there is no other file.
+    """Return a checkpoint's manifest once every file matches it and there is no other file.
 
     Raises:
         CheckpointCorruptError: a file is missing, more, a link, truncated or changed.
@@ -240,7 +242,7 @@ def check(folder: Path, key: bytes | None = None) -> Manifest:
 
 
 def examine(folder: Path, key: bytes | None = None) -> Manifest:
-    """Return the manifest once the folder holds its files, each of its size, and no other.
+    """Return a checkpoint's manifest once it holds its files, each of its size, and no other.
 
     Raises:
         CheckpointCorruptError: a file is missing, more or of another size.
@@ -252,7 +254,7 @@ def examine(folder: Path, key: bytes | None = None) -> Manifest:
 
 
 def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Read these files and compare them with the manifest.
+    """Read these files of a checkpoint, and compare them with its manifest.
 
     Raises:
         CheckpointCorruptError: one is truncated or changed.
@@ -305,6 +307,7 @@ def check_owner(folder: Path, owner: FileOwner) -> None:
 
 
 def _iterate_directory(folder: Path) -> Iterator[Path]:
+    """Yield the files in a checkpoint's directory."""
     yield from folder.iterdir()
 
 
@@ -322,7 +325,7 @@ def open_to_others(folder: Path, owner: FileOwner) -> Path | None:
 
 
 def write_new(path: Path, raw: bytes) -> None:
-    """Write a new file and sync its bytes; sync the directory to make its name durable."""
+    """Write a checkpoint's new file and sync its bytes; sync the directory for a durable name."""
     with os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         file.write(raw)
         file.flush()
@@ -346,7 +349,7 @@ def write_durably(path: Path, near: Path, raw: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write the directory's own entries to disk: a rename is durable only after this."""
+    """Write a checkpoint directory's entries to disk: a rename is durable only after this."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -358,6 +361,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _sync_and_hash(path: Path) -> FileEntry:
+    """Return size and checksum of a checkpoint's file, whose bytes are then on disk."""
     digest = hashlib.sha256()
     with open(_open(path), "rb", buffering=0) as file:
         os.fsync(file.fileno())
@@ -369,7 +373,7 @@ def _sync_and_hash(path: Path) -> FileEntry:
 
 
 def read_small(path: Path) -> bytes:
-    """Return the bytes of a regular file of bounded size; anything else is an OSError."""
+    """Return a checkpoint's regular file of bounded size as bytes; anything else is an OSError."""
     with open(_open(path), "rb") as file:
         # By its own size, not by the limit: a read allocates the requested size first.
         raw = file.read(min(os.fstat(file.fileno()).st_size, _MAX_SMALL) + 1)
@@ -379,7 +383,7 @@ def read_small(path: Path) -> bytes:
 
 
 def _open(path: Path) -> int:
-    """Return a descriptor of a regular file of the folder's owner; anything else is an OSError."""
+    """Return a descriptor of the owner's regular file in a checkpoint; otherwise raise OSError."""
     try:
         return open_own(path, owner=FileOwner.from_directory(path.parent))
     except InsecurePathError as error:
@@ -387,15 +391,17 @@ def _open(path: Path) -> int:
 
 
 def _is_signed(body: dict[str, Any], key: bytes) -> bool:
+    """Return whether a checkpoint's manifest has a valid signature by this key."""
     mac = body.get("mac")
     return bool(key) and isinstance(mac, str) and hmac.compare_digest(mac, _manifest_mac(body, key))
 
 
 def _manifest_mac(body: dict[str, Any], key: bytes) -> str:
+    """Return the signature of a checkpoint's manifest by this key."""
     unsigned = msgspec.json.encode(body | {"mac": "", "checksum": ""})
     return mac_of(key, b"checkpoint", unsigned)
 
 
 def _checksum(body: dict[str, Any]) -> str:
-    """Return the sha256 of the written fields, including those that this version does not know."""
+    """Return the sha256 of a manifest's written fields, with those unknown to this version."""
     return hashlib.sha256(msgspec.json.encode(body | {"checksum": ""})).hexdigest()

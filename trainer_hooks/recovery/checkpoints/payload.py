@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from trainer_hooks.agreement import RankAgreement
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.recovery.checkpoints.agreement import RankAgreement
 from trainer_hooks.recovery.checkpoints.planner import (
     BoxReader,
     BoxScanner,
@@ -94,7 +94,7 @@ class _MetadataUnpickler(pickle._Unpickler):
     """
 
     def _build(self) -> None:
-        """Set the fields of a newly created instance of one of these classes."""
+        """Set the fields of a new instance of a class that checkpoint metadata may contain."""
         stack: list[Any] = self.stack  # type: ignore[attr-defined]
         state = stack.pop()
         built = stack[-1]
@@ -111,6 +111,7 @@ class _MetadataUnpickler(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return a class that a checkpoint's metadata may name; refuse any other."""
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -123,7 +124,7 @@ class _MetadataUnpickler(pickle._Unpickler):
 
 
 def _memory_format(kind: Any, name: Any) -> _MEM_FORMAT_ENCODING:
-    """Return a memory format by its name; replaces ``getattr``, and reads nothing else.
+    """Return a memory format in a checkpoint by name; replaces ``getattr``; reads nothing else.
 
     Python 3.11.0 to 3.11.3 pickle the member of an enum as ``getattr(Enum, name)``.
     """
@@ -134,18 +135,21 @@ def _memory_format(kind: Any, name: Any) -> _MEM_FORMAT_ENCODING:
 
 class _ShardWriter(FileSystemWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan unchanged: a new checkpoint's directory already exists."""
         return plan  # ``make_room`` creates the directory, which never exists before
 
 
 class _OwnFiles(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open a checkpoint's file for reading, if it belongs to its directory's owner."""
         assert mode == "rb", "it is a reader's"
         with stream_own(Path(path), owner=FileOwner.from_directory(Path(path).parent)) as stream:
             yield stream
 
 
 def _unpickle_metadata(raw: bytes) -> Any:
+    """Return a checkpoint's metadata from its bytes; runs no code in them."""
     return _MetadataUnpickler(io.BytesIO(raw)).load()
 
 
@@ -154,7 +158,7 @@ _remembered = functools.lru_cache(maxsize=1)(_unpickle_metadata)
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return the positions of the tensors; reads only the directory's own files.
+    """Return the positions of a checkpoint's tensors; reads only the directory's own files.
 
     Raises:
         CheckpointCorruptError: it is not metadata, or refers to an external file or function.
@@ -191,14 +195,11 @@ def write(
     *,
     make_room: Callable[[int], None],
 ) -> Written:
-    """Write this rank's data, each box once; fsynced. Collective.
+    """Write this rank's data of a checkpoint, each box once; fsynced. Collective.
 
-    Args:
-        folder: target directory, which ``make_room`` creates.
-        boxes: data of this rank.
-        agree: ranks that write together; None writes a part without collectives, to be merged with
-            others.
-        make_room: called on rank 0 before anything is written, with the bytes of all.
+    ``make_room`` creates ``folder``: it is called on rank 0 before anything is written, with the
+    bytes of all. Without ``agree``, a part is written without collectives, to be merged with
+    others.
 
     Raises:
         CheckpointError: on every rank, if one of them could not.
@@ -210,7 +211,7 @@ def write(
 
 
 def _save_with_torch(writer: _ShardWriter, planner: BoxWriter, agree: RankAgreement) -> None:
-    """Take the steps of torch's ``save``, without a timeout because of a slow rank."""
+    """Save a checkpoint in the steps of torch's ``save``, without a timeout for a slow rank."""
     ranks, is_root = agree.ranks, agree.ranks.rank == 0
     planner.set_up_planner({}, writer.storage_meta(), is_coordinator=is_root)
     writer.set_up_storage_writer(is_root)
@@ -236,7 +237,7 @@ def _save_with_torch(writer: _ShardWriter, planner: BoxWriter, agree: RankAgreem
 
 
 def specs(folder: Path) -> dict[str, TensorSpec]:
-    """Return shape and type of every stored tensor by name.
+    """Return shape and type of every tensor in a checkpoint, by name.
 
     Raises:
         CheckpointCorruptError: the metadata cannot be read, or holds more than tensors.
@@ -248,7 +249,7 @@ def specs(folder: Path) -> dict[str, TensorSpec]:
 
 
 def read(folder: Path, boxes: Sequence[TensorBox]) -> None:
-    """Read stored boxes into the memory of ``boxes``; not collective.
+    """Read stored boxes of a checkpoint into the memory of ``boxes``; not collective.
 
     Raises:
         CheckpointCorruptError: the data does not fit the metadata.
@@ -271,7 +272,7 @@ def scan(
 
 
 def stored_in(folder: Path, names: Collection[str]) -> list[MetadataIndex]:
-    """Return the keys of the boxes that these files contain.
+    """Return the keys of the boxes that these files of a checkpoint contain.
 
     Raises:
         CheckpointCorruptError: as ``read_metadata``.
@@ -281,7 +282,7 @@ def stored_in(folder: Path, names: Collection[str]) -> list[MetadataIndex]:
 
 
 def _load_with_torch(folder: Path, planner: LoadPlanner) -> None:
-    """Take the steps of torch's ``load``, independent of other ranks."""
+    """Load a checkpoint in the steps of torch's ``load``, independent of other ranks."""
     metadata = read_metadata(folder)
     reader = FileSystemReader(folder)
     reader.fs = _OwnFiles()
@@ -297,14 +298,14 @@ def _load_with_torch(folder: Path, planner: LoadPlanner) -> None:
 
 
 def read_host(folder: Path, key: str, spec: TensorSpec) -> tuple[HostState, dict[str, Any]]:
-    """Return (host state, meta) that ``pack_host`` made, from the tensor of that name."""
+    """Return (host state, meta) that ``pack_host`` made, from the checkpoint's tensor so named."""
     packed = torch.empty(spec.shape, dtype=torch.uint8)
     read(folder, [TensorBox.all_of(key, packed)])
     return unpack_host(packed)
 
 
 def write_metadata(folder: Path, metadata: Metadata) -> None:
-    """Write the positions of the tensors; then the bytes are on disk."""
+    """Write the positions of a checkpoint's tensors; then the bytes are on disk."""
     with (folder / ".metadata").open("xb") as file:
         pickle.dump(metadata, file)
         file.flush()
@@ -335,12 +336,13 @@ def pack_host(host: HostState, meta: Mapping[str, Any]) -> Tensor:
 
 
 def unpack_host(packed: Tensor) -> tuple[HostState, dict[str, Any]]:
-    """Return (host state, meta) from the result of ``pack_host``; runs no code in it."""
+    """Return a checkpoint's (host state, meta) from ``pack_host``'s result; runs no code in it."""
     both = _load_from_bytes(packed.numpy().tobytes())
     return both["host"], both["meta"]
 
 
 def _unreadable_parts(parts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of parts that a checkpoint could not load without running code."""
     for name, part in parts.items():
         try:
             _load_from_bytes(_save_to_bytes(part))
@@ -349,10 +351,12 @@ def _unreadable_parts(parts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _save_to_bytes(value: Any) -> bytes:
+    """Return a part of a checkpoint as the bytes that ``torch.save`` writes."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def _load_from_bytes(raw: bytes) -> Any:
+    """Return a part of a checkpoint from its bytes; runs no code in them."""
     return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)

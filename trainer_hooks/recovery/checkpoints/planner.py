@@ -44,33 +44,30 @@ class TensorBox(NamedTuple):
 
     @classmethod
     def all_of(cls, name: str, tensor: Tensor) -> "TensorBox":
-        """Return the box of a tensor that is stored in one piece."""
+        """Return the box of a tensor that is stored in a checkpoint in one piece."""
         return cls(name, tuple(tensor.shape), tuple(0 for _ in tensor.shape), tensor)
 
     @property
     def key(self) -> MetadataIndex:
-        """Key of the box in the metadata."""
+        """Return the key of the box in the checkpoint's metadata."""
         return MetadataIndex(self.name, self.offsets)
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """Position of the box in the format of the metadata."""
+        """Return the position of the box in the format of the checkpoint's metadata."""
         return ChunkStorageMetadata(torch.Size(self.offsets), self.tensor.shape)
 
 
 class BoxWriter(DefaultSavePlanner):
-    """Writes boxes: a box of several ranks is written by the rank with the least data."""
+    """Writes boxes: a box of several ranks is written by the rank with the least data.
+
+    ``make_room`` is called on the coordinating rank with the total number of bytes. ``alone``:
+    these are one rank's part, which need not form complete tensors.
+    """
 
     def __init__(
         self, boxes: Sequence[TensorBox], *, make_room: Callable[[int], None], alone: bool
     ) -> None:
-        """Set this rank's boxes.
-
-        Args:
-            boxes: data of this rank.
-            make_room: called on the coordinating rank with the total number of bytes.
-            alone: whether these are one rank's part, which need not form complete tensors.
-        """
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._boxes = {box.key: box for box in boxes}
         self._make_room = make_room
@@ -78,12 +75,12 @@ class BoxWriter(DefaultSavePlanner):
         self.num_bytes = 0
 
     def create_local_plan(self) -> SavePlan:
-        """Return the boxes that this rank could write."""
+        """Return the boxes of a checkpoint that this rank could write."""
         self.plan = SavePlan([_write_item(box) for box in self._boxes.values()])
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Assign boxes to ranks; refuse complete tensors with holes."""
+        """Assign a checkpoint's boxes to ranks; refuse complete tensors with holes."""
         if self._alone:
             plans, metadata = create_default_global_save_plan(all_plans)
         else:
@@ -93,11 +90,11 @@ class BoxWriter(DefaultSavePlanner):
         return plans, metadata
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the memory of a box."""
+        """Return the memory of a box that is written to a checkpoint."""
         return self._boxes[write_item.index].tensor
 
     def written(self) -> list[TensorBox]:
-        """Return the boxes that this rank wrote."""
+        """Return the boxes that this rank wrote to the checkpoint."""
         return [self._boxes[item.index] for item in self.plan.items]
 
 
@@ -109,7 +106,7 @@ class BoxReader(DefaultLoadPlanner):
         self._boxes = {box.key: box for box in boxes if box.tensor.numel()}
 
     def create_local_plan(self) -> LoadPlan:
-        """Return the stored boxes that overlap with the wanted ones."""
+        """Return the checkpoint's boxes that overlap with the wanted ones."""
         by_name: dict[str, list[TensorBox]] = defaultdict(list)
         for box in self._boxes.values():
             by_name[box.name].append(box)
@@ -118,7 +115,7 @@ class BoxReader(DefaultLoadPlanner):
         )
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the target memory of a stored box, or of a part of it."""
+        """Return the target memory of a checkpoint's box, or of a part of it."""
         target = self._boxes[read_item.dest_index].tensor
         for dim, (start, size) in enumerate(
             zip(read_item.dest_offsets, read_item.lengths, strict=True)
@@ -127,6 +124,7 @@ class BoxReader(DefaultLoadPlanner):
         return target
 
     def _read_items(self, name: str, boxes: list[TensorBox]) -> list[ReadItem]:
+        """Return the reads for one tensor; raise if the checkpoint has only a part of it."""
         assert self.metadata is not None
         stored: Any = self.metadata.state_dict_metadata[name]
         items = create_read_items_for_chunk_list(name, stored, [box.chunk for box in boxes])
@@ -146,7 +144,7 @@ class BoxScanner(DefaultLoadPlanner):
         self._only = only
 
     def create_local_plan(self) -> LoadPlan:
-        """Return every stored box, or the requested ones."""
+        """Return every box of the checkpoint, or the requested ones."""
         assert self.metadata is not None
         only = None if self._only is None else set(self._only)
         return LoadPlan(
@@ -158,18 +156,18 @@ class BoxScanner(DefaultLoadPlanner):
         )
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return memory for one box."""
+        """Return memory for one box of a checkpoint."""
         assert self.metadata is not None
         stored: Any = self.metadata.state_dict_metadata[read_item.storage_index.fqn]
         return torch.empty(read_item.lengths, dtype=stored.properties.dtype)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Show the box that was read."""
+        """Show the box that was read from the checkpoint."""
         self._show(read_item.storage_index, tensor)
 
 
 def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """Return the stored tensors by name.
+    """Return the tensors stored in a checkpoint by name.
 
     Raises:
         CheckpointCorruptError: there is more than tensors.
@@ -183,14 +181,14 @@ def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 def stored_boxes(metadata: Metadata) -> Iterator[tuple[MetadataIndex, ChunkStorageMetadata]]:
-    """Yield each stored box and its key."""
+    """Yield each box stored in a checkpoint, and its key."""
     for name, stored in stored_tensors(metadata).items():
         for chunk in stored.chunks:
             yield MetadataIndex(name, chunk.offsets), chunk
 
 
 def num_bytes(metadata: Metadata) -> int:
-    """Return the size of all stored boxes."""
+    """Return the size of all boxes stored in a checkpoint."""
     return sum(
         math.prod(chunk.sizes) * stored.properties.dtype.itemsize
         for stored in stored_tensors(metadata).values()
@@ -199,6 +197,7 @@ def num_bytes(metadata: Metadata) -> int:
 
 
 def _write_item(box: TensorBox) -> WriteItem:
+    """Return the order to write this box of a tensor to a checkpoint."""
     return WriteItem(
         index=box.key,
         type=WriteItemType.SHARD,
@@ -211,6 +210,7 @@ def _write_item(box: TensorBox) -> WriteItem:
 
 
 def _read_item(index: MetadataIndex, sizes: torch.Size) -> ReadItem:
+    """Return the order to read this box of a checkpoint as a whole."""
     zeros = torch.Size([0] * len(sizes))
     return ReadItem(
         type=LoadItemType.TENSOR,

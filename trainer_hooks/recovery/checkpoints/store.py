@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from trainer_hooks.agreement import RankAgreement, catch_error
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.recovery.checkpoints import emergency_save, payload
 from trainer_hooks.recovery.checkpoints import manifest as manifests
-from trainer_hooks.recovery.checkpoints.agreement import RankAgreement, catch_error
 from trainer_hooks.recovery.checkpoints.folder import CheckpointFolder
 from trainer_hooks.recovery.checkpoints.index import OnBranch
 from trainer_hooks.recovery.checkpoints.layout import RankShardLayout
 from trainer_hooks.recovery.checkpoints.manifest import FileEntry, Manifest
 from trainer_hooks.recovery.checkpoints.planner import TensorBox
-from trainer_hooks.recovery.checkpoints.shard_layout import LocalShard, split_box
 from trainer_hooks.recovery.manager import Meta, Restored, Snapshot
 from trainer_hooks.recovery.state import HostState, TensorSpec, TrainingState
 from trainer_hooks.tensors.finite import bytes_of, is_finite
+from trainer_hooks.tensors.shard_layout import LocalShard, split_box
 from trainvitals.errors import CheckpointCorruptError, CheckpointError, UsageError, VitalsError
 from trainvitals.policy.state import CheckpointRef
 from trainvitals.records import CheckpointChanged
@@ -45,7 +45,7 @@ class CheckpointThread:
         self._worker: threading.Thread | None = None
 
     def add(self, job: Callable[[], None]) -> None:
-        """Queue a job; does not wait."""
+        """Queue a job that saves or marks a checkpoint; does not wait."""
         with self._guard:
             self._jobs.append(job)
             if self._worker is None:
@@ -53,12 +53,12 @@ class CheckpointThread:
                 self._worker.start()
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait until all jobs are done; return False on a timeout."""
+        """Wait until all jobs on checkpoints are done; return False on a timeout."""
         with self._guard:
             return self._guard.wait_for(lambda: self._worker is None, timeout)
 
     def _work(self) -> None:
-        """Process the queue, then end: a run that saves nothing leaves no thread."""
+        """Process the queue of saves, then end: a run that saves nothing leaves no thread."""
         while True:
             with self._guard:
                 if not self._jobs:
@@ -115,18 +115,13 @@ class CheckpointStore:
     def prepare(self) -> None:
         """Prepare the directory, and merge parts of emergency saves into checkpoints. Rank 0 only.
 
+        Call before anything is loaded, when no rank of an earlier start writes any longer.
+
         Raises:
             StorageError: it cannot be created or written.
         """
         self.folder.prepare()
-        self.adopt_alone()
-
-    def adopt_alone(self) -> list[str]:
-        """Merge the parts from ``write_alone`` into checkpoints; return their ids. Rank 0 only.
-
-        Call before anything is loaded, when no rank of an earlier start writes any longer.
-        """
-        return emergency_save.merge_emergency_parts(self.folder, self._run_id)
+        emergency_save.merge_emergency_parts(self.folder, self._run_id)
 
     # -------------------------------------------------------------------------------- saving
 
@@ -145,10 +140,13 @@ class CheckpointStore:
         return self._background.wait(timeout)
 
     def _save_held(self, snapshot: Snapshot) -> None:
+        """Save a snapshot to disk; report an error, discard its files, and release it."""
         try:
             self._save(snapshot)
         except BaseException as error:  # noqa: BLE001 - CheckpointException is not an Exception
-            self._discard_failed_save(snapshot, error)
+            self._tell_failure(snapshot, error)
+            if self._is_rank0:
+                self.folder.discard(manifests.checkpoint_id(snapshot.step, snapshot.attempt))
         finally:
             snapshot.release()
 
@@ -181,13 +179,15 @@ class CheckpointStore:
             name: entry for part in self._ranks.gather(rank_files) for name, entry in part.items()
         }
         size = self._ranks.broadcast(written.num_bytes)
-        self._agree.on_root(lambda: self._publish(snapshot, size, files))
+        self._agree.on_root(
+            lambda: self.folder.publish(self._build_manifest(snapshot, size, files))
+        )
         self._mark(name, snapshot)
         self.num_saved += 1
         self.folder.note(name, snapshot.state, num_bytes=size)
-        problem = (
-            catch_error(lambda: self.folder.rotate(self._on_branch)) if self._is_rank0 else None
-        )
+        if not self._is_rank0:
+            return
+        problem = catch_error(lambda: self.folder.rotate(self._on_branch))
         if problem is not None:  # logged, but the new checkpoint exists anyway
             self.num_failed += 1
             _LOG.warning("vitals: old checkpoints were not removed: %s", problem.text)
@@ -198,6 +198,7 @@ class CheckpointStore:
             self._try_mark(name, lambda of: self._write_marks(of, snapshot))
 
     def _try_mark(self, name: str, mark: Callable[[str], None]) -> None:
+        """Mark a checkpoint; count and log an error."""
         problem = catch_error(lambda: mark(name))
         if problem is not None:
             self.num_failed += 1
@@ -217,18 +218,12 @@ class CheckpointStore:
         ``alone`` leaves out data that this rank need not write without communication.
         """
         rank_prefix = f"rank.{self._ranks.rank}."
-        host = {
-            **snapshot.host,
-            "moments": self._layout.spread(snapshot.host["moments"]),
-        }
+        host = {**snapshot.host, "moments": self._layout.spread(snapshot.host["moments"])}
         yield TensorBox.all_of(f"{rank_prefix}host", payload.pack_host(host, snapshot.meta))
         for key, tensor in snapshot.tensors().items():
             shard = self._layout.find_writable(key, tuple(tensor.shape))
-            for box in (
-                [TensorBox.all_of(rank_prefix + key, tensor)]
-                if shard is None
-                else _shard_boxes(shard, tensor)
-            ):
+            whole = [TensorBox.all_of(rank_prefix + key, tensor)]
+            for box in whole if shard is None else _shard_boxes(shard, tensor):
                 for part in _split_large_box(box):
                     if not alone or shard is None or shard.writes(part.name, part.offsets):
                         yield part
@@ -244,23 +239,22 @@ class CheckpointStore:
 
         payload.scan(partial, check, list(expected))
         rank, world_size = self._ranks.rank, self._ranks.world_size
-        rank_share = manifests.files_to_verify(
-            (path.name for path in partial.iterdir()), rank, world_size
-        )
-        return manifests.measure(
-            partial, [*rank_share, *([manifests.METADATA] if rank == 0 else [])]
-        )
+        names = [path.name for path in partial.iterdir()]
+        share = manifests.files_to_verify(names, rank, world_size)
+        metadata = [manifests.METADATA] if rank == 0 else []
+        return manifests.measure(partial, [*share, *metadata])
 
     def _check_finite(self, key: str, tensor: Tensor) -> None:
-        if self._must_be_finite(key) and not is_finite(tensor):
+        """Raise if a checkpoint's tensor that must be finite is not."""
+        if key.endswith(".host") or not self._state.must_be_finite(_strip_rank_prefix(key)):
+            return
+        if not is_finite(tensor):
             raise CheckpointCorruptError(f"{key} is not finite")
-
-    def _publish(self, snapshot: Snapshot, size: int, files: dict[str, FileEntry]) -> None:
-        self.folder.publish(self._build_manifest(snapshot, size, files))
 
     def _build_manifest(
         self, snapshot: Snapshot, size: int = 0, files: dict[str, FileEntry] | None = None
     ) -> Manifest:
+        """Return the manifest of a snapshot's checkpoint."""
         return Manifest(
             id=manifests.checkpoint_id(snapshot.step, snapshot.attempt),
             run_id=self._run_id,
@@ -276,12 +270,8 @@ class CheckpointStore:
             files=files or {},
         )
 
-    def _discard_failed_save(self, snapshot: Snapshot, error: BaseException) -> None:
-        self._tell_failure(snapshot, error)
-        if self._is_rank0:
-            self.folder.discard(manifests.checkpoint_id(snapshot.step, snapshot.attempt))
-
     def _tell_failure(self, snapshot: Snapshot, error: BaseException) -> None:
+        """Count, log and record that a checkpoint was not saved."""
         name = manifests.checkpoint_id(snapshot.step, snapshot.attempt)
         self.num_failed += 1
         text = error.text if isinstance(error, VitalsError) else f"{type(error).__name__}: {error}"
@@ -291,7 +281,7 @@ class CheckpointStore:
     def write_alone(self, snapshot: Snapshot) -> bool:
         """Write this rank's part of a snapshot, without any collective; return whether it exists.
 
-        For an end without time for collectives: ``adopt_alone`` makes a checkpoint of the parts
+        For an end without time for collectives: ``prepare`` makes a checkpoint of the parts
         once all ranks have written theirs. Waits for the disk; a failure is logged, counted and
         reported.
         """
@@ -326,30 +316,6 @@ class CheckpointStore:
 
     # ------------------------------------------------------------------------------- loading
 
-    def verify(self, checkpoint_id: str) -> Manifest:
-        """Return the manifest after reading everything back: checksums, then finiteness.
-
-        Not collective: for commands that examine a directory. A load splits the files among ranks.
-
-        Raises:
-            CheckpointCorruptError: a check failed.
-            CheckpointError: it belongs to another run.
-            UsageError: there is no such checkpoint.
-        """
-        content = self.folder.check(checkpoint_id)
-        self._scan(content)
-        return content
-
-    def _scan(self, content: Manifest, only: Sequence[MetadataIndex] | None = None) -> None:
-        """Raise if stored boxes contain non-finite values; checks all, or only the given ones."""
-        exempt = set(content.may_be_nonfinite)
-
-        def check(index: MetadataIndex, tensor: Tensor) -> None:
-            if _strip_rank_prefix(index.fqn) not in exempt and not is_finite(tensor):
-                raise CheckpointCorruptError(f"{content.id}: {index.fqn} is not finite")
-
-        payload.scan(self.folder.path / content.id, check, only)
-
     def verify_share(self, content: Manifest) -> None:
         """Verify this rank's share of the files, and the metadata, which all ranks read.
 
@@ -360,7 +326,12 @@ class CheckpointStore:
             CheckpointCorruptError: a check failed.
             CheckpointError: they cannot be read here, so the checkpoint's state is unknown.
         """
-        folder = self.folder.path / content.id
+        folder, exempt = self.folder.path / content.id, set(content.may_be_nonfinite)
+
+        def check(index: MetadataIndex, tensor: Tensor) -> None:
+            if _strip_rank_prefix(index.fqn) not in exempt and not is_finite(tensor):
+                raise CheckpointCorruptError(f"{content.id}: {index.fqn} is not finite")
+
         names = manifests.files_to_verify(content.files, self._ranks.rank, self._ranks.world_size)
         try:
             manifests.check_files(folder, content, [manifests.METADATA, *names])
@@ -369,7 +340,7 @@ class CheckpointStore:
                 f"{error.filename or folder} cannot be read: {error.strerror}",
                 hint="look at who may read it: ls -la, and at the disk",
             ) from error
-        self._scan(content, payload.stored_in(folder, names))
+        payload.scan(folder, check, payload.stored_in(folder, names))
 
     def load(self, checkpoint_id: str) -> Restored:
         """Verify a checkpoint and make the live state equal to it, bit for bit. Collective.
@@ -422,7 +393,6 @@ class CheckpointStore:
         return None
 
     def _restore_checkpoint(self, checkpoint_id: str) -> Restored:
-        """Load a verified checkpoint into the live training state."""
         folder = self.folder.path / checkpoint_id
         step, attempt = manifests.parse_id(checkpoint_id)
         stored, saved_by = payload.specs(folder), manifests.read(folder).world_size
@@ -506,20 +476,18 @@ class CheckpointStore:
 
     @property
     def _is_rank0(self) -> bool:
+        """Return whether this is rank 0, which publishes and marks checkpoints for all."""
         return self._ranks.rank == 0
-
-    def _must_be_finite(self, key: str) -> bool:
-        return not key.endswith(".host") and self._state.must_be_finite(_strip_rank_prefix(key))
 
 
 def _shard_boxes(shard: LocalShard, tensor: Tensor) -> Iterator[TensorBox]:
-    """Yield a box of the checkpoint for each piece of a shard."""
+    """Yield a box to store in the checkpoint for each piece of a shard."""
     for piece in shard.pieces:
         yield TensorBox(piece.name, piece.shape, piece.offsets, piece.of(tensor))
 
 
 def _split_large_box(box: TensorBox) -> Iterator[TensorBox]:
-    """Yield a box as parts of some megabytes, split in the same way on every rank that holds it."""
+    """Yield a checkpoint's box as parts of some MB, split alike on every rank that holds it."""
     most = max(1, payload.BOX_BYTES // box.tensor.element_size())
     for offsets, sizes in split_box(tuple(box.tensor.shape), most):
         part = box.tensor
@@ -530,7 +498,7 @@ def _split_large_box(box: TensorBox) -> Iterator[TensorBox]:
 
 
 def _refuse_parts(stored: Mapping[str, TensorSpec], saved_by: int) -> None:
-    """Refuse the ranks' separate data if the number of ranks differs."""
+    """Refuse a checkpoint's separate data of the ranks if the number of ranks differs."""
     first_match = next((match for k in stored if (match := _PARTS_OF_THE_MODEL.match(k))), None)
     if first_match is not None:
         raise CheckpointError(
@@ -542,11 +510,12 @@ def _refuse_parts(stored: Mapping[str, TensorSpec], saved_by: int) -> None:
 
 
 def _strip_rank_prefix(key: str) -> str:
-    """Return the key without the rank prefix."""
+    """Return a checkpoint's key without its prefix of the rank."""
     return key.split(".", 2)[2] if key.startswith("rank.") else key
 
 
 def _same_bits(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether a checkpoint's tensor, read back, equals another bit for bit."""
     if TensorSpec.of(tensor) != TensorSpec.of(other):
         return False
     return np.array_equal(bytes_of(tensor.contiguous()), bytes_of(other.contiguous()))

@@ -4,15 +4,14 @@ The collector makes these from the rows that all ranks wrote for a step; a repla
 makes the same. Nothing here decides: actions are judged in the job, only on ``StepRecord``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from trainvitals.detect.reporter import Reporter
 from trainvitals.records import Finding
-from trainvitals.stateful import Stateful, StatefulRow, StateKey, state_row
+from trainvitals.stateful import StatefulRow, StateKey, state_row
 
 Value = float | int | None
 
@@ -53,7 +52,7 @@ LONGEST_SECONDS = 1e9
 
 
 def number(value: Value) -> float | None:
-    """Return a stored value as a finite float; None for anything else."""
+    """Return a value of a merged step or node sample as a finite float; None for anything else."""
     if value is None:
         return None
     if value.__class__ is float and value - value == 0.0:
@@ -66,7 +65,7 @@ def number(value: Value) -> float | None:
 
 
 def finite(values: Sequence[Value] | None) -> tuple[Sequence[float], Sequence[int]]:
-    """Return the finite values of all ranks in a column, and their ranks.
+    """Return the ranks' finite values in a column of a merged step, and the ranks.
 
     Nearly always all of them are finite, and one sum in C shows it.
     """
@@ -82,42 +81,20 @@ def finite(values: Sequence[Value] | None) -> tuple[Sequence[float], Sequence[in
 
 
 def step_seconds(merged: MergedStep) -> float:
-    """Return the duration of the step on the slowest rank; 0.0 if unknown."""
+    """Return the duration of a merged step on its slowest rank; 0.0 if unknown."""
     durations, _ = finite(merged.ranks.get("step_duration_seconds"))
     longest = max(durations, default=0.0)
     return float(longest) if 0.0 < longest < LONGEST_SECONDS else 0.0
 
 
 def upper_median(values: Sequence[float]) -> float:
-    """Return the median, the upper one of two. There must be values."""
+    """Return the median over ranks, layers or steps, the upper one of two."""
     return sorted(values)[len(values) >> 1]
 
 
-def advisory_finding(
-    detector: str,
-    step: int,
-    reason: str,
-    *,
-    kind: str = "",
-    cause: str = "",
-    rank: int = -1,
-    value: float | None = None,
-    limit: float | None = None,
-    onset_step: int | None = None,
-) -> Finding:
-    """Return an advisory finding; kind and cause are the detector's name unless given."""
-    return Finding(
-        kind=kind or detector,
-        level="advisory",
-        step=step,
-        detector=detector,
-        reason=reason,
-        rank=rank,
-        value=value,
-        limit=limit,
-        onset_step=step if onset_step is None else onset_step,
-        cause=cause or kind or detector,
-    )
+def clamped_exp(value: float) -> float:
+    """Return the exponential of a logarithm, bounded to stay finite."""
+    return math.exp(max(-700.0, min(700.0, value)))
 
 
 class ConditionEpisode(StatefulRow):
@@ -135,7 +112,7 @@ class ConditionEpisode(StatefulRow):
         self.on = False
 
     def begins(self, present: bool) -> bool:
-        """Add whether the condition holds; return whether this starts an episode."""
+        """Add whether the condition of a fleet detector holds; return whether an episode starts."""
         if present:
             self._absent = 0
             was_on, self.on = self.on, True
@@ -147,14 +124,13 @@ class ConditionEpisode(StatefulRow):
         return False
 
 
-class Watcher(Stateful):
+class Watcher(Reporter):
     """Base of the step detectors: detects a rollback or a new start of the run.
 
     A subclass provides ``_judge`` and ``STATE``, ``_restarted`` if it keeps state that a new
     attempt makes void, and ``goes_on`` if it reports a lasting condition.
     """
 
-    name: str
     STATE: ClassVar[tuple[str | StateKey, ...]] = (
         state_row("place", "_attempt", "_step", "_has_seen"),
     )
@@ -171,25 +147,38 @@ class Watcher(Stateful):
         return False
 
     def update(self, merged: MergedStep) -> tuple[Finding, ...]:
-        """Add one step; steps come in order, a newer attempt may go back."""
+        """Add one merged step; steps come in order, a newer attempt may go back."""
         if self._has_seen and (merged.attempt != self._attempt or merged.step <= self._step):
             self._restarted(merged)
         self._attempt, self._step, self._has_seen = merged.attempt, merged.step, True
         return self._judge(merged)
 
     def _restarted(self, merged: MergedStep) -> None:
-        """Discard state that the first step of another attempt or process makes void."""
+        """Discard state that the first merged step of another attempt or process makes void."""
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Return the findings of the fleet detector on one merged step."""
         raise NotImplementedError
 
 
-class NodeWatcher(Stateful):
-    """Reports problems in a node's samples. Reads no clock or random number, never raises."""
+class LastingWatcher(Watcher):
+    """Base of the step detectors that report one lasting condition, once."""
+
+    def __init__(self, clear_after: int) -> None:
+        super().__init__()
+        self._episode = ConditionEpisode(clear_after)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the reported condition still holds."""
+        return self._episode.on
+
+
+class NodeWatcher(Reporter):
+    """Reports problems in a node's samples."""
 
     FLAGS_ARE_NUMBERS = True
-    name: str
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
-        """Add one sample; the samples of a node come in order."""
+        """Return the findings on one sample of a node's GPUs; samples come in order."""
         raise NotImplementedError

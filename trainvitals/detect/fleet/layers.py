@@ -5,8 +5,6 @@ location, 1964, as a stochastic approximation): two numbers per layer, which no 
 move far.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar
@@ -17,9 +15,10 @@ from trainvitals.config import AtLeastOne, Settings
 from trainvitals.detect.fleet.base import (
     INFINITY,
     ConditionEpisode,
+    LastingWatcher,
     MergedStep,
     Watcher,
-    advisory_finding,
+    clamped_exp,
     upper_median,
 )
 from trainvitals.records import Finding
@@ -48,7 +47,7 @@ class LayerTrend(StatefulRow):
         """The center that growth is counted from."""
 
     def push(self, common: float, deviation: float, rate: float) -> None:
-        """Move by ``common``, shared by all layers, and by this layer's ``deviation``, bounded."""
+        """Move the layer's trend by ``common``, shared by all layers, and by ``deviation``."""
         self.count += 1
         weight = 1.0 / self.count
         if weight < rate:
@@ -61,7 +60,7 @@ class LayerTrend(StatefulRow):
         self.spread = spread + weight * (abs(deviation) - spread)
 
     def restart_at(self, value: float) -> None:
-        """Start at a value, without earlier samples."""
+        """Start the layer's trend at a value, without earlier samples."""
         self.count, self.center, self.spread, self.streak = 1, value, 0.0, 0
 
 
@@ -99,7 +98,7 @@ LEAST_LAYERS = 4
 """With fewer layers, there are no others to compare one with."""
 
 
-class LayerOutlierWatcher(Watcher):
+class LayerOutlierWatcher(LastingWatcher):
     """Names the layer that deviates from its own trend while the others follow theirs.
 
     What all layers share, such as the effect of a heavy batch or a new learning rate, is removed
@@ -110,22 +109,17 @@ class LayerOutlierWatcher(Watcher):
     STATE = (state_table("_courses", lambda _: LayerTrend()), "_episode")
 
     def __init__(self, config: LayerConfig | None = None) -> None:
-        super().__init__()
         self._config = config or LayerConfig()
+        super().__init__(self._config.clear_after)
         self._weak = math.log(self._config.weak_ratio)
         self._courses: dict[str, LayerTrend] = {}
-        self._episode = ConditionEpisode(self._config.clear_after)
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether a reported condition still holds."""
-        return self._episode.on
 
     def _layer_values(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         """Return the judged number of every layer that has one above zero."""
         raise NotImplementedError
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge a merged step's layers: find the one that leaves its own trend."""
         if not merged.layers:
             return ()
         numbers = self._layer_values(merged.layers)
@@ -190,19 +184,13 @@ class LayerOutlierWatcher(Watcher):
         excess, layer = max(confirmed)
         course = self._courses[layer]
         others = f"; {len(confirmed) - 1} more layers are unusual" if len(confirmed) > 1 else ""
-        usual = _clamped_exp(course.center)
-        return (
-            advisory_finding(
-                self.name,
-                step,
-                f"{self.label} of layer {layer} is {numbers[layer]:.4g}: "
-                f"{_clamped_exp(excess):.3g}x its "
-                f"usual {usual:.4g}, after dividing out what all {len(numbers)} layers "
-                f"share{others}",
-                value=numbers[layer],
-                limit=usual * self._config.weak_ratio,
-            ),
+        usual = clamped_exp(course.center)
+        value, limit = numbers[layer], usual * self._config.weak_ratio
+        reason = (
+            f"{self.label} of layer {layer} is {value:.4g}: {clamped_exp(excess):.3g}x its usual "
+            f"{usual:.4g}, after dividing out what all {len(numbers)} layers share{others}"
         )
+        return self._report(step, reason, value=value, limit=limit)
 
     def _min_value(self, total: float) -> float:
         """Return the smallest value of a layer that is reported."""
@@ -221,11 +209,12 @@ class LayerGradientWatcher(LayerOutlierWatcher):
 
     @property
     def goes_on(self) -> bool:
-        """Whether a reported condition still holds."""
+        """Return whether a reported layer's gradients still explode, or are still 0."""
         least = -self._config.persistence
         return self._episode.on or any(c.streak <= least for c in self._courses.values())
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the gradients of a merged step's layers: exploded, or 0 for long."""
         zeros = [
             (layer, course)
             for layer, columns in merged.layers.items()
@@ -240,15 +229,13 @@ class LayerGradientWatcher(LayerOutlierWatcher):
         others = f"; so are {len(zeros) - 1} more layers" if len(zeros) > 1 else ""
         reason = (
             f"the gradient of layer {layer} is exactly 0 since step {int(course.level)}, usually "
-            f"{_clamped_exp(course.center):.4g}: the layer no longer learns{others}"
+            f"{clamped_exp(course.center):.4g}: the layer no longer learns{others}"
         )
-        zero = advisory_finding(
-            self.name, merged.step, reason, value=0.0, onset_step=int(course.level)
-        )
-        return (*findings, zero)
+        zero = self._report(merged.step, reason, value=0.0, onset_step=int(course.level))
+        return findings + zero
 
     def _stays_zero(self, course: LayerTrend, value: float | None, step: int) -> bool:
-        """Add a layer's norm; return whether it is now reported. Streaks of zeros are negative."""
+        """Add a layer's gradient norm; return whether its streak of zeros is now reported."""
         if value is None or course.level == _HAS_RETURNED:
             return False
         if value != 0.0:
@@ -263,6 +250,7 @@ class LayerGradientWatcher(LayerOutlierWatcher):
         return course.streak == -self._config.persistence
 
     def _layer_values(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        """Return the gradient norm of every layer with a positive, finite one."""
         return {
             layer: value
             for layer, columns in layers.items()
@@ -282,9 +270,11 @@ class UpdateRatioWatcher(LayerOutlierWatcher):
     label = "the ratio of update norm to weight norm"
 
     def _layer_values(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        """Return the ratio of update to weights of every layer with a finite one."""
         return {layer: ratio for layer, ratio in _update_ratios(layers) if ratio < INFINITY}
 
     def _min_value(self, total: float) -> float:
+        """Return 0 as a layer's smallest value: a ratio is not a share of a total."""
         return 0.0  # a ratio is not a share of a total
 
 
@@ -322,7 +312,7 @@ class DeadFeatureTrend(StatefulRow):
 
     @property
     def is_gated(self) -> bool:
-        """Whether the module's dead features come and go."""
+        """Return whether a layer's dead features come and go, as those of an expert."""
         return self.returns >= _GATED
 
 
@@ -382,6 +372,7 @@ class ActivationWatcher(Watcher):
         self._collapse = ConditionEpisode(self._config.clear_after)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the activations of a merged step's layers: growth, collapse, dead features."""
         if not merged.layers:
             return ()
         is_judged, grown, fallen, dead = False, [], [], []
@@ -407,30 +398,24 @@ class ActivationWatcher(Watcher):
                     fallen.append((-growth, layer, value))
         if not is_judged:
             return ()
-        return (
-            *self._growth_findings(merged.step, grown),
-            *self._collapse_findings(merged.step, fallen, dead),
-        )
+        growth_findings = self._growth_findings(merged.step, grown)
+        return growth_findings + self._collapse_findings(merged.step, fallen, dead)
 
     def _growth_findings(
         self, step: int, grown: list[tuple[float, str, str, float]]
     ) -> tuple[Finding, ...]:
+        """Report the layer whose activations grew most over their own baseline."""
         if not self._episode.begins(bool(grown)):
             return ()
         growth, label, layer, value = max(grown)
         limits = {named: limit for _, named, limit in self._columns}
         others = f"; {len(grown) - 1} more grew as much" if len(grown) > 1 else ""
-        return (
-            advisory_finding(
-                self.name,
-                step,
-                f"the output of {layer} has a {label} of {value:.4g}, "
-                f"{_clamped_exp(growth):.3g}x the "
-                f"{value / _clamped_exp(growth):.4g} after warm-up{others}",
-                value=value,
-                limit=value * _clamped_exp(limits[label] - growth),
-            ),
+        reason = (
+            f"the output of {layer} has a {label} of {value:.4g}, {clamped_exp(growth):.3g}x the "
+            f"{value / clamped_exp(growth):.4g} after warm-up{others}"
         )
+        limit = value * clamped_exp(limits[label] - growth)
+        return self._report(step, reason, value=value, limit=limit)
 
     def _collapse_findings(
         self,
@@ -438,6 +423,7 @@ class ActivationWatcher(Watcher):
         fallen: list[tuple[float, str, float]],
         dead: list[tuple[float, str, float]],
     ) -> tuple[Finding, ...]:
+        """Report the layer whose activations collapsed, or whose features are dead."""
         if not self._collapse.begins(bool(fallen or dead)):
             return ()
         num_more = len({layer for _, layer, _ in (*fallen, *dead)}) - 1
@@ -448,36 +434,19 @@ class ActivationWatcher(Watcher):
                 f"{100 * share:.0f} % of the features of {layer} are dead (0 for the whole batch), "
                 f"{100 * before:.0f} % after warm-up{others}"
             )
-            return (
-                advisory_finding(
-                    self.name,
-                    step,
-                    reason,
-                    kind=COLLAPSE,
-                    value=share,
-                    limit=self._config.dead_ratio,
-                ),
-            )
+            limit = self._config.dead_ratio
+            return self._report(step, reason, kind=COLLAPSE, value=share, limit=limit)
         fall, layer, value = max(fallen)
-        level = value * _clamped_exp(fall)
+        level = value * clamped_exp(fall)
         reason = (
             f"the output of {layer} has a root mean square of {value:.4g}, a "
-            f"{_clamped_exp(fall):.3g}th of "
-            f"the {level:.4g} after warm-up{others}"
+            f"{clamped_exp(fall):.3g}th of the {level:.4g} after warm-up{others}"
         )
-        return (
-            advisory_finding(
-                self.name,
-                step,
-                reason,
-                kind=COLLAPSE,
-                value=value,
-                limit=level / self._config.rms_ratio,
-            ),
-        )
+        limit = level / self._config.rms_ratio
+        return self._report(step, reason, kind=COLLAPSE, value=value, limit=limit)
 
     def _get_or_create_trend(self, key: str, value: float) -> LayerTrend | None:
-        """Return the trend; None if it only starts, or if there are too many."""
+        """Return the trend of a layer's activations; None if it only starts, or at the maximum."""
         course = self._courses.get(key)
         if course is None and len(self._courses) < len(self._columns) * MOST_LAYERS:
             self._courses[key] = begun = LayerTrend()
@@ -485,7 +454,7 @@ class ActivationWatcher(Watcher):
         return course
 
     def _add_dead_share(self, layer: str, share: float) -> float | None:
-        """Add a share of dead features; return the earlier share if it is reported, otherwise -1.
+        """Add a layer's share of dead features; return the earlier share if reported, or -1.
 
         None while the earlier share is unknown.
         """
@@ -516,7 +485,7 @@ class ActivationWatcher(Watcher):
     def _add_layer_value(
         self, key: str, value: float, limit: float, *, falls: bool
     ) -> float | None:
-        """Add a value; return its growth if it is reported, 0 if not, None if unknown."""
+        """Add a layer's activation; return its growth if reported, 0 if not, None if unknown."""
         course = self._get_or_create_trend(key, value)
         if course is None:
             return None
@@ -536,8 +505,3 @@ class ActivationWatcher(Watcher):
         course.restart_at(value)
         course.count, course.level = self._config.warm_up, value
         return growth
-
-
-def _clamped_exp(value: float) -> float:
-    """Return the exponential of a logarithm, bounded to stay finite."""
-    return math.exp(max(-700.0, min(700.0, value)))

@@ -1,7 +1,5 @@
 """Device memory that grows slowly, and the steps left until it is full."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated
@@ -11,10 +9,8 @@ from msgspec import Meta
 from trainvitals.config import AtLeastOne, Count, Settings
 from trainvitals.detect.fleet.base import (
     INFINITY,
-    ConditionEpisode,
+    LastingWatcher,
     MergedStep,
-    Watcher,
-    advisory_finding,
     finite,
     number,
     upper_median,
@@ -68,7 +64,7 @@ class _MemoryFloors(StatefulRow):
         self.kept: list[list[float]] = []
 
     def add(self, values: Sequence[float]) -> list[float] | None:
-        """Add one row; return the block's floors if this ends the block."""
+        """Add a row of the ranks' memory; return the block's minima if this ends the block."""
         if len(values) != len(self.present):
             self.present, self.num, self.kept = list(values), 0, []
         elif self.num:
@@ -83,7 +79,7 @@ class _MemoryFloors(StatefulRow):
         return self.present
 
 
-class MemoryCreepWatcher(Watcher):
+class MemoryCreepWatcher(LastingWatcher):
     """Finds a steady rise of ``memory_allocated_bytes`` and estimates when memory runs out.
 
     It uses the Theil-Sen slope: the median of the slopes between all pairs of measurements (Sen,
@@ -95,19 +91,13 @@ class MemoryCreepWatcher(Watcher):
     STATE = ("_total", "_settling", "_scales", "_creeps", "_episode")
 
     def __init__(self, config: MemoryConfig | None = None) -> None:
-        super().__init__()
         self._config = config or MemoryConfig()
+        super().__init__(self._config.clear_after)
         self._total = 0.0
         self._settling = self._config.warmup_rows
         self._scales = self._new_scales()
         self._creeps = [False] * _LEVELS
         """Whether each scale showed growth when it was last judged."""
-        self._episode = ConditionEpisode(self._config.clear_after)
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether a reported condition still holds."""
-        return self._episode.on
 
     def _new_scales(self) -> list[_MemoryFloors]:
         """Return empty minima of the ranks' memory, one object per time scale."""
@@ -127,6 +117,7 @@ class MemoryCreepWatcher(Watcher):
         self._creeps = [False] * _LEVELS
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the ranks' allocated memory in a merged step: find a steady rise."""
         allocated, ranks = finite(merged.ranks.get("memory_allocated_bytes"))
         if not allocated or len(ranks) != ranks[-1] + 1 or max(map(abs, allocated)) > _MOST_BYTES:
             return ()
@@ -149,7 +140,7 @@ class MemoryCreepWatcher(Watcher):
                 leaks += creeping
         if not has_judged or not self._episode.begins(any(self._creeps)) or not leaks:
             return ()
-        return (self._creep_finding(merged.step, *min(leaks)),)
+        return self._report_creep(merged.step, *min(leaks))
 
     def _find_leaking_ranks(
         self, merged: MergedStep, floors: list[list[float]], length: int
@@ -173,23 +164,20 @@ class MemoryCreepWatcher(Watcher):
                 leaks.append((max(0.0, steps_to_full), rank, slope, merged.step - num * length + 1))
         return leaks
 
-    def _creep_finding(
+    def _report_creep(
         self, step: int, steps_to_full: float, rank: int, slope: float, onset: int
-    ) -> Finding:
-        return advisory_finding(
-            self.name,
-            step,
-            f"memory of rank {rank} grows by {humanize_bytes(slope)} per step since step "
-            f"{max(0, onset)}; at that rate its {humanize_bytes(self._total)} run out in "
-            f"{humanize_count(round(steps_to_full), 'step')}",
-            rank=rank,
-            value=steps_to_full,
-            onset_step=max(0, onset),
+    ) -> tuple[Finding, ...]:
+        onset = max(0, onset)
+        reason = (
+            f"memory of rank {rank} grows by {humanize_bytes(slope)} per step since step {onset}; "
+            f"at that rate its {humanize_bytes(self._total)} run out in "
+            f"{humanize_count(round(steps_to_full), 'step')}"
         )
+        return self._report(step, reason, rank=rank, value=steps_to_full, onset_step=onset)
 
 
 def _theil_sen(values: Sequence[float]) -> float:
-    """Return the median slope between all pairs of values (Theil-Sen)."""
+    """Return the slope of a rank's memory: the median over all pairs of values (Theil-Sen)."""
     num = len(values)
     return upper_median(
         [(values[j] - values[i]) / (j - i) for i in range(num) for j in range(i + 1, num)]

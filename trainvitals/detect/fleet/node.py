@@ -5,22 +5,13 @@ name the node and the GPU. ``ecc_corrected_errors`` and ``last_xid`` are judged 
 them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 from msgspec import Meta
 
 from trainvitals.config import AtLeastOne, Settings
-from trainvitals.detect.fleet.base import (
-    ConditionEpisode,
-    NodeSample,
-    NodeWatcher,
-    Value,
-    advisory_finding,
-    number,
-)
+from trainvitals.detect.fleet.base import ConditionEpisode, NodeSample, NodeWatcher, Value, number
 from trainvitals.records import Finding
 from trainvitals.stateful import StatefulRow, state_table
 from trainvitals.units import humanize, humanize_count
@@ -96,11 +87,12 @@ class GpuThrottleWatcher(NodeWatcher):
         self._gpus: dict[tuple[str, str], _Clocks] = {}
 
     def _new_gpu_state(self) -> _Clocks:
+        """Return the empty state of a GPU's clocks, before its first sample."""
         return _Clocks(self._config.clear_after)
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
-        """Add one sample; the samples of a node come in order."""
-        findings = []
+        """Judge the clocks of the GPUs in a node's sample; samples come in order."""
+        findings: list[Finding] = []
         for uuid, columns in sample.gpus.items():
             mask = columns.get("throttle_reasons")
             if not isinstance(mask, int) or mask < 0:
@@ -108,15 +100,10 @@ class GpuThrottleWatcher(NodeWatcher):
             clocks = _get_gpu_state(self._gpus, (sample.node, uuid), self._new_gpu_state)
             if clocks is not None and (reason := self._slowed(clocks, mask, columns)):
                 text = f"{_format_gpu(sample, uuid)} {reason}{_format_clock_numbers(columns)}"
-                cause = (
-                    "gpu_power_cap"
-                    if mask & POWER_CAP and not mask & _SLOWED
-                    else _throttle_cause(mask)
-                )
+                is_cap = mask & POWER_CAP and not mask & _SLOWED
+                cause = "gpu_power_cap" if is_cap else _throttle_cause(mask)
                 clock = number(columns.get("sm_clock_hertz"))
-                findings.append(
-                    advisory_finding(self.name, sample.step, text, cause=cause, value=clock)
-                )
+                findings += self._report(sample.step, text, cause=cause, value=clock)
         return tuple(findings)
 
     def now(self, uuid: str) -> str:
@@ -170,7 +157,7 @@ def _throttle_cause(mask: int) -> str:
 
 
 def _format_clock_numbers(columns: Mapping[str, Value]) -> str:
-    """Return the known numbers about slow clocks."""
+    """Return the known numbers about a GPU's slow clocks as text."""
     parts = []
     for column, unit in (
         ("temperature_celsius", "celsius"),
@@ -219,10 +206,11 @@ class GpuErrorWatcher(NodeWatcher):
         self._gpus: dict[tuple[str, str], _Errors] = {}
 
     def _new_gpu_state(self) -> _Errors:
+        """Return the empty state of a GPU's errors, before its first sample."""
         return _Errors(self._config.clear_after)
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
-        """Add one sample; the samples of a node come in order."""
+        """Judge memory errors and Xids of the GPUs in a node's sample; samples come in order."""
         findings: list[Finding] = []
         for uuid, columns in sample.gpus.items():
             gpu_errors = _get_gpu_state(self._gpus, (sample.node, uuid), self._new_gpu_state)
@@ -242,22 +230,19 @@ class GpuErrorWatcher(NodeWatcher):
     def _uncorrected_findings(
         self, sample: NodeSample, uuid: str, gpu_errors: _Errors, count: int
     ) -> tuple[Finding, ...]:
+        """Report the new uncorrected memory errors of a GPU, once per episode."""
         new = count - gpu_errors.uncorrected if gpu_errors.uncorrected >= 0 else 0
         gpu_errors.uncorrected = count
         if not gpu_errors.ecc.begins(new > 0):
             return ()
         errors = humanize_count(new, "uncorrected memory error")
         text = f"{_format_gpu(sample, uuid)} had {errors}: its data was lost"
-        return (
-            advisory_finding(
-                self.name, sample.step, text, kind="gpu_ecc", cause="ecc_uncorrected", value=new
-            ),
-        )
+        return self._report(sample.step, text, kind="gpu_ecc", cause="ecc_uncorrected", value=new)
 
     def _corrected_findings(
         self, sample: NodeSample, uuid: str, gpu_errors: _Errors, count: int
     ) -> tuple[Finding, ...]:
-        """Count within time windows, each from zero."""
+        """Count a GPU's corrected memory errors in time windows, and report many of them."""
         config, now = self._config, sample.time_unix_ns
         is_old = not 0 <= now - gpu_errors.since_ns <= config.corrected_seconds * 1e9
         if gpu_errors.corrected < 0 or count < gpu_errors.corrected or is_old:
@@ -267,22 +252,15 @@ class GpuErrorWatcher(NodeWatcher):
             return ()
         seconds = humanize(config.corrected_seconds, "seconds")
         text = f"{_format_gpu(sample, uuid)} had {new} corrected memory errors in {seconds}"
-        return (
-            advisory_finding(
-                self.name,
-                sample.step,
-                text,
-                kind="gpu_ecc",
-                cause="ecc_corrected",
-                value=new,
-                limit=config.corrected,
-            ),
-        )
+        return self._report(
+            sample.step, text, kind="gpu_ecc", cause="ecc_corrected", value=new,
+            limit=config.corrected,
+        )  # fmt: skip
 
     def _xid_findings(
         self, sample: NodeSample, uuid: str, gpu_errors: _Errors, code: int
     ) -> tuple[Finding, ...]:
-        """Report a code when it appears: the driver keeps showing the last one."""
+        """Report a GPU's Xid when it appears: the driver keeps showing the last one."""
         before, gpu_errors.xid = gpu_errors.xid, code
         if before < 0 or code in (0, before):
             return ()
@@ -291,16 +269,8 @@ class GpuErrorWatcher(NodeWatcher):
         text = f"{_format_gpu(sample, uuid)} reported Xid {code}: {meaning}"
         if is_fatal:
             text += "; reset the GPU or drain the node"
-        return (
-            advisory_finding(
-                self.name,
-                sample.step,
-                text,
-                kind="gpu_xid",
-                cause="xid_fatal" if is_fatal else "xid",
-                value=code,
-            ),
-        )
+        cause = "xid_fatal" if is_fatal else "xid"
+        return self._report(sample.step, text, kind="gpu_xid", cause=cause, value=code)
 
 
 class GpuLostConfig(Settings, frozen=True, kw_only=True):
@@ -329,7 +299,7 @@ class GpuLostWatcher(NodeWatcher):
         self._missing: dict[str, dict[str, int]] = {}
 
     def update(self, sample: NodeSample) -> tuple[Finding, ...]:
-        """Add one sample; the samples of a node come in order."""
+        """Judge which GPUs of a node's sample no longer respond; samples come in order."""
         missing = self._missing.setdefault(sample.node, {})
         answering = {
             uuid
@@ -351,12 +321,12 @@ class GpuLostWatcher(NodeWatcher):
             return ()
         if not answering and len(lost) > 1:
             text = f"all {len(lost)} GPUs of node {sample.node} stopped responding"
-            return (advisory_finding(self.name, sample.step, text, value=float(len(lost))),)
-        message = "stopped responding: it may have fallen off the bus"
-        return tuple(
-            advisory_finding(self.name, sample.step, f"{_format_gpu(sample, uuid)} {message}")
-            for uuid in lost
-        )
+            return self._report(sample.step, text, value=float(len(lost)))
+        findings: list[Finding] = []
+        for uuid in lost:
+            text = f"{_format_gpu(sample, uuid)} stopped responding: it may have fallen off the bus"
+            findings += self._report(sample.step, text)
+        return tuple(findings)
 
 
 def _get_gpu_state(gpus: dict[tuple[str, str], Any], key: tuple[str, str], make: Any) -> Any:

@@ -5,8 +5,6 @@ judged. If the escalation policy cut or held the rate, its factor (``lr_factor``
 its own cuts end by themselves.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from typing import Annotated
@@ -14,13 +12,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from trainvitals.config import AtLeastOne, NotNegative, Settings
-from trainvitals.detect.fleet.base import (
-    ConditionEpisode,
-    MergedStep,
-    Watcher,
-    advisory_finding,
-    number,
-)
+from trainvitals.detect.fleet.base import ConditionEpisode, MergedStep, Watcher, number
 from trainvitals.records import OVERFLOW, RATE_DECLARED, Finding
 from trainvitals.stateful import state_hexadecimal, state_row
 
@@ -91,71 +83,62 @@ class LearningRateWatcher(Watcher):
 
     @property
     def goes_on(self) -> bool:
-        """Whether a reported condition still holds."""
+        """Return whether the learning rate that was reported is still zero or non-finite."""
         return self._zero.on or self._nonfinite.on
 
     def _restarted(self, merged: MergedStep) -> None:
-        """Compare the next learning rate with the previous attempt's."""
+        """Compare the rate of the next merged step with the previous attempt's."""
         self._is_resumed, self._last, self._zeros = True, None, 0
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the learning rate of a merged step."""
         raw = merged.run.get("learning_rate")
         if raw is None:
             return ()
         rate = _requested(number(raw), number(merged.run.get("lr_factor", 1.0)))
         is_bad = rate is None or rate < 0.0
         if self._nonfinite.begins(is_bad):
-            return (
-                advisory_finding(
-                    self.name,
-                    merged.step,
-                    f"the learning rate is {rate if rate is not None else 'not finite'}",
-                    cause="lr_nonfinite",
-                    value=rate,
-                ),
-            )
+            reason = f"the learning rate is {rate if rate is not None else 'not finite'}"
+            return self._report(merged.step, reason, cause="lr_nonfinite", value=rate)
         if rate is None or is_bad:
             return ()
         return self._check_rate(merged, rate)
 
     def _check_rate(self, merged: MergedStep, rate: float) -> tuple[Finding, ...]:
-        """Return findings about a learning rate: jump, stuck at 0, not restored."""
-        findings = [*self._forgotten(merged.step, rate)] if self._is_resumed else []
+        """Return findings about a merged step's learning rate: jump, stuck at 0, not restored."""
+        findings = self._forgotten(merged.step, rate) if self._is_resumed else ()
         last = self._last
         is_declared = bool(int(number(merged.run.get("verdict")) or 0) & RATE_DECLARED)
         is_jump = not is_declared and self._is_jump(rate)
         if self._jumps.begins(is_jump) and last is not None:
-            findings.append(self._jump_finding(merged.step, last, rate))
+            findings += self._report_jump(merged.step, last, rate)
         if not is_jump:  # a lasting jump becomes normal in the next step
             self._track_peak(rate)
             self._remember(merged.step, rate)
-        findings.extend(self._stuck(merged, rate))
+        findings += self._stuck(merged, rate)
         self._last = rate
-        return tuple(findings)
+        return findings
 
-    def _jump_finding(self, step: int, last: float, rate: float) -> Finding:
+    def _report_jump(self, step: int, last: float, rate: float) -> tuple[Finding, ...]:
         times = f"{rate / last:.3g}x" if last > 0.0 else "from 0"
-        return advisory_finding(
-            self.name,
-            step,
+        reason = (
             f"the learning rate jumped from {last:.4g} to {rate:.4g} in one step, {times}; "
-            f"the schedule's highest so far was {self._peak:.4g}",
-            cause="lr_jump",
-            value=rate,
-            limit=min(last * self._config.max_rise, 1e308),
+            f"the schedule's highest so far was {self._peak:.4g}"
         )
+        limit = min(last * self._config.max_rise, 1e308)
+        return self._report(step, reason, cause="lr_jump", value=rate, limit=limit)
 
     # -------------------------------------------------------------------------------- the course
 
     def _is_jump(self, rate: float) -> bool:
-        """Return whether the rate is far above the previous one, and above all earlier ones."""
+        """Return whether a merged step's rate is far above the last one, and all earlier ones."""
         config, last, peak = self._config, self._last, self._peak
         if last is None or not self._is_warm:
             return False
         return rate > max(config.max_rise * last, 1.02 * peak)
 
     def _track_peak(self, rate: float) -> None:
-        """Keep the schedule's peak rate, and whether its warm-up is over."""
+        """Track the highest rate of the merged steps, and whether the warm-up is over."""
         if rate > self._peak:
             self._peak, self._rows_since_peak = rate, 0
             return
@@ -164,7 +147,7 @@ class LearningRateWatcher(Watcher):
         self._is_warm = self._is_warm or (self._peak > 0.0 and is_over)
 
     def _stuck(self, merged: MergedStep, rate: float) -> tuple[Finding, ...]:
-        """Return the finding about a learning rate that stays at 0 in all groups."""
+        """Return the finding about a merged step whose rate stays at 0 in all groups."""
         is_zero = rate == 0.0 and not any(
             name.startswith("learning_rate.") and (number(value) or 0.0) > 0.0
             for name, value in merged.run.items()
@@ -180,22 +163,14 @@ class LearningRateWatcher(Watcher):
         is_stuck = self._zeros >= self._config.zero_rows and not self._is_decayed
         if not self._zero.begins(is_zero and is_stuck):
             return ()
-        return (
-            advisory_finding(
-                self.name,
-                merged.step,
-                f"the learning rate has been 0 since step {self._zero_since}: the model does not "
-                "learn",
-                cause="lr_zero",
-                value=0.0,
-                onset_step=self._zero_since,
-            ),
-        )
+        since = self._zero_since
+        reason = f"the learning rate has been 0 since step {since}: the model does not learn"
+        return self._report(merged.step, reason, cause="lr_zero", value=0.0, onset_step=since)
 
     # -------------------------------------------------------------------------------- resuming
 
     def _forgotten(self, step: int, rate: float) -> tuple[Finding, ...]:
-        """Return the finding about a learning-rate schedule that was not restored.
+        """Return the fleet detector's finding about a schedule that was not restored.
 
         The previous rates are then discarded. After the last seen step a schedule may fall, but may
         not rise or return to its first rate.
@@ -213,20 +188,14 @@ class LearningRateWatcher(Watcher):
         begins_again = 0.9 * min(first) <= rate <= 1.1 * max(first)
         if is_beyond and rate <= config.max_rise * high and not begins_again:
             return ()
-        return (
-            advisory_finding(
-                self.name,
-                step,
-                f"the learning rate resumed at {rate:.4g}, but the previous attempt had {high:.4g} "
-                f"at step {step}: the schedule was not restored",
-                cause="lr_forgotten",
-                value=rate,
-                limit=high,
-            ),
+        reason = (
+            f"the learning rate resumed at {rate:.4g}, but the previous attempt had {high:.4g} "
+            f"at step {step}: the schedule was not restored"
         )
+        return self._report(step, reason, cause="lr_forgotten", value=rate, limit=high)
 
     def _expected(self, step: int) -> tuple[float, float] | None:
-        """Return the range of the earlier attempt's rate at a step; None if unknown."""
+        """Return the range of the rate in the earlier attempt's merged steps; None if unknown."""
         steps, rates = self._steps, self._rates
         if len(steps) < 2 or step < steps[0]:
             return None
@@ -242,7 +211,7 @@ class LearningRateWatcher(Watcher):
         return (low, high) if math.isfinite(high) else None
 
     def _remember(self, step: int, rate: float) -> None:
-        """Record a step's learning rate; keep fewer of old and of constant rates."""
+        """Record a merged step's learning rate; keep fewer of old and of constant rates."""
         steps, rates = self._steps, self._rates
         if len(rates) > 1 and rates[-1] == rate == rates[-2]:
             steps[-1] = step
@@ -254,15 +223,11 @@ class LearningRateWatcher(Watcher):
 
 
 def _requested(applied: float | None, factor: float | None) -> float | None:
-    """Return the schedule's learning rate: the applied one over the policy's factor."""
+    """Return the scheduled rate of a merged step: the applied one over the policy's factor."""
     if applied is None or factor is None or not 0.0 < factor < 1.0:
         return applied
     requested_rate = applied / factor
     return requested_rate if math.isfinite(requested_rate) else None
-
-
-def _near(a: float, b: float) -> bool:
-    return abs(a - b) <= 0.1 * max(a, b)
 
 
 # --------------------------------------------------------------------------------- the loss scale
@@ -321,24 +286,21 @@ class LossScaleWatcher(Watcher):
         self._is_settled = False
         self._before = 0.0
         clear = self._config.clear_after
-        self._low, self._collapse, self._rate = (
-            ConditionEpisode(clear),
-            ConditionEpisode(clear),
-            ConditionEpisode(clear),
-        )
+        self._low, self._collapse, self._rate = (ConditionEpisode(clear) for _ in range(3))
 
     @property
     def goes_on(self) -> bool:
-        """Whether a reported condition still holds."""
+        """Return whether a reported collapse or overflow of the loss scale still lasts."""
         return self._low.on or self._collapse.on or self._rate.on
 
     def _restarted(self, merged: MergedStep) -> None:
-        """Discard the state of the search: a new process starts with the scaler's first scale."""
+        """Discard the earlier merged steps' scales: a new process starts with the first scale."""
         self._scale = self._count = None
         self._bits = self._rows = self._in_row = self._calm = 0
         self._is_settled = False
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the loss scale of a merged step."""
         scale = number(merged.run.get("loss_scale"))
         if scale is None:
             return ()
@@ -355,7 +317,7 @@ class LossScaleWatcher(Watcher):
         return self._loss_scale_findings(merged.step, scale)
 
     def _has_overflowed(self, merged: MergedStep, scale: float) -> bool:
-        """Return whether the gradients overflowed in this step."""
+        """Return whether the gradients of a merged step overflowed."""
         verdict = merged.run.get("verdict")
         if isinstance(verdict, int):
             return bool(verdict & OVERFLOW)
@@ -366,54 +328,41 @@ class LossScaleWatcher(Watcher):
         return self._scale is not None and scale < 0.6 * self._scale
 
     def _loss_scale_findings(self, step: int, scale: float) -> tuple[Finding, ...]:
-        config, findings = self._config, []
+        """Report a loss scale that is too low, or that collapses over merged steps."""
+        config, in_row, cause = self._config, self._in_row, "loss_scale_collapse"
+        findings: tuple[Finding, ...] = ()
         if self._low.begins(scale < config.min_scale):
-            findings.append(
-                advisory_finding(
-                    self.name,
-                    step,
-                    f"the loss scale is {scale:.4g}, below {config.min_scale:g}: gradients are "
-                    "too large for float16 even unscaled",
-                    cause="loss_scale_collapse",
-                    value=scale,
-                    limit=config.min_scale,
-                )
+            reason = (
+                f"the loss scale is {scale:.4g}, below {config.min_scale:g}: gradients are too "
+                "large for float16 even unscaled"
             )
-        collapses = self._is_settled and self._in_row >= config.overflows_in_row
+            findings = self._report(step, reason, cause=cause, value=scale, limit=config.min_scale)
+        collapses = self._is_settled and in_row >= config.overflows_in_row
         if self._collapse.begins(collapses) and not findings:
-            findings.append(
-                advisory_finding(
-                    self.name,
-                    step,
-                    f"{self._in_row} overflows in a row: the loss scale fell from "
-                    f"{self._before:.4g} to {scale:.4g}; a single one about every 2,000 steps is "
-                    "normal",
-                    cause="loss_scale_collapse",
-                    value=float(self._in_row),
-                    limit=float(config.overflows_in_row),
-                    onset_step=step - self._in_row + 1,
-                )
+            reason = (
+                f"{in_row} overflows in a row: the loss scale fell from {self._before:.4g} to "
+                f"{scale:.4g}; a single one about every 2,000 steps is normal"
             )
-        findings.extend(self._overflow_rate_findings(step))
-        return tuple(findings)
+            limit = float(config.overflows_in_row)
+            findings = self._report(
+                step, reason, cause=cause, value=float(in_row), limit=limit,
+                onset_step=step - in_row + 1,
+            )  # fmt: skip
+        return findings + self._overflow_rate_findings(step)
 
     def _overflow_rate_findings(self, step: int) -> tuple[Finding, ...]:
-        """Judge the share of the last 100 steps, or of all steps if there are fewer."""
+        """Judge the share of overflows in the last 100 merged steps, or in all if fewer."""
         num = self._bits.bit_count()
         ratio, limit = num / _WINDOW, self._config.overflow_ratio
         if self._rows < _WINDOW and not (self._is_settled and ratio > limit):
             return ()
         if not self._rate.begins(ratio > limit):
             return ()
-        return (
-            advisory_finding(
-                self.name,
-                step,
-                f"{num} of the last {_WINDOW} steps overflowed and were skipped (limit "
-                f"{limit:.0%}; 1 in 2,000 is normal)",
-                cause="overflow_rate",
-                value=ratio,
-                limit=limit,
-                onset_step=max(0, step - self._bits.bit_length() + 1),
-            ),
+        reason = (
+            f"{num} of the last {_WINDOW} steps overflowed and were skipped (limit {limit:.0%}; "
+            "1 in 2,000 is normal)"
+        )
+        onset = max(0, step - self._bits.bit_length() + 1)
+        return self._report(
+            step, reason, cause="overflow_rate", value=ratio, limit=limit, onset_step=onset
         )

@@ -1,7 +1,5 @@
 """Waits for data, one rank's loss compared with the others', and wrong gradient sums."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import add
 from typing import Annotated
@@ -12,9 +10,9 @@ from trainvitals.config import AtLeastOne, Count, NotNegative, Settings
 from trainvitals.detect.fleet.base import (
     INFINITY,
     ConditionEpisode,
+    LastingWatcher,
     MergedStep,
     Watcher,
-    advisory_finding,
     finite,
     step_seconds,
     upper_median,
@@ -63,7 +61,7 @@ _LEAST_USUAL, _MOST_USUAL = 8, 32
 """Steps from which the usual duration is known, and the number that it is taken from."""
 
 
-class DataBoundWatcher(Watcher):
+class DataBoundWatcher(LastingWatcher):
     """Finds runs that wait for data, and names the rank if a single one does.
 
     It sums waits instead of taking medians: with four workers that are too slow, only every fourth
@@ -79,23 +77,17 @@ class DataBoundWatcher(Watcher):
     """States of an earlier version contain no stall."""
 
     def __init__(self, config: DataBoundConfig | None = None) -> None:
-        super().__init__()
         self._config = config or DataBoundConfig()
+        super().__init__(self._config.clear_after)
         self._waits: list[float] = []
         self._durations: list[float] = []
         self._of_rank: list[float] = []
         self._start = -1
-        self._episode = ConditionEpisode(self._config.clear_after)
         self._usual: list[float] = []
         """Durations of the latest steps without a long wait."""
         self._stalled: list[float] = []
         """Waits of the latest steps in a row that are long."""
         self._stall_episode = ConditionEpisode(self._config.block)
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether a reported condition still holds."""
-        return self._episode.on
 
     def _restarted(self, merged: MergedStep) -> None:
         """Discard the unfinished block of waits: another attempt starts."""
@@ -103,7 +95,7 @@ class DataBoundWatcher(Watcher):
         self._stalled.clear()
 
     def _stall(self, step: int, wait: float, duration: float) -> tuple[Finding, ...]:
-        """Add a step's wait for data; return the finding if the loader stalled."""
+        """Add the ranks' wait for data in a step; return the finding if the loader stalled."""
         config, usual = self._config, self._usual
         typical = upper_median(usual) if len(usual) >= _LEAST_USUAL else INFINITY
         if wait <= max(config.stall_seconds, config.stall_ratio * typical):
@@ -122,18 +114,18 @@ class DataBoundWatcher(Watcher):
             f"{humanize_seconds(typical)}"
         )
         longest = max(self._stalled)
-        return (
-            advisory_finding(
-                self.name, step, reason, cause=STALL, value=longest, limit=typical, onset_step=first
-            ),
+        return self._report(
+            step, reason, cause=STALL, value=longest, limit=typical, onset_step=first
         )
 
     def _clear_wait_block(self) -> None:
+        """Empty the block in which the ranks' waits for data are summed."""
         self._waits.clear()
         self._durations.clear()
         self._of_rank.clear()
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the ranks' waits for data in a merged step."""
         waits, ranks = finite(merged.ranks.get("data_wait_seconds"))
         duration = step_seconds(merged)
         if not waits or duration <= 0.0:
@@ -151,7 +143,7 @@ class DataBoundWatcher(Watcher):
     def _add_data_waits(
         self, waits: Sequence[float], ranks: Sequence[int], duration: float
     ) -> None:
-        """Add a step; a wait cannot be longer than the step it is part of."""
+        """Add the ranks' waits for data; none can be longer than its merged step."""
         self._waits.append(min(max(0.0, max(waits)), duration))
         self._durations.append(duration)
         missing = ranks[-1] + 1 - len(self._of_rank)
@@ -164,6 +156,7 @@ class DataBoundWatcher(Watcher):
             self._of_rank[rank] += min(max(0.0, wait), duration)
 
     def _data_bound_findings(self, step: int) -> tuple[Finding, ...]:
+        """Report ranks that wait for data for too large a share of a block of steps."""
         config = self._config
         scale = max(self._durations)  # keeps sums of arbitrary floats finite
         pairs = sorted(zip(self._waits, self._durations, strict=True))
@@ -175,20 +168,15 @@ class DataBoundWatcher(Watcher):
             return ()
         rank = self._find_waiting_rank()
         who = f"rank {rank} alone spends" if rank >= 0 else "steps spend"
-        return (
-            advisory_finding(
-                self.name,
-                step,
-                f"{who} {share:.0%} of the time waiting for batches, "
-                f"{humanize_seconds(waited / len(pairs) * scale)} of "
-                f"{humanize_seconds(total / len(pairs) * scale)} a step, since step {self._start}",
-                rank=rank,
-                value=share,
-                limit=config.share,
-                onset_step=self._start,
-                cause="data_bound_rank" if rank >= 0 else "data_bound",
-            ),
+        reason = (
+            f"{who} {share:.0%} of the time waiting for batches, "
+            f"{humanize_seconds(waited / len(pairs) * scale)} of "
+            f"{humanize_seconds(total / len(pairs) * scale)} a step, since step {self._start}"
         )
+        return self._report(
+            step, reason, rank=rank, value=share, limit=config.share, onset_step=self._start,
+            cause="data_bound_rank" if rank >= 0 else "data_bound",
+        )  # fmt: skip
 
     def _find_waiting_rank(self) -> int:
         """Return the only rank that waits long for its data; -1 if there is none."""
@@ -245,7 +233,7 @@ class RankLossWatcher(Watcher):
 
     @property
     def goes_on(self) -> bool:
-        """Whether a reported condition still holds."""
+        """Return whether a rank that was reported still has a loss unlike the others'."""
         return bool(self._told)
 
     def _restarted(self, merged: MergedStep) -> None:
@@ -254,6 +242,7 @@ class RankLossWatcher(Watcher):
         self._told.clear()
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the ranks' losses in a merged step."""
         losses, ranks = finite(merged.ranks.get("rank_loss"))
         if len(losses) < _LEAST_RANKS:
             return ()
@@ -288,7 +277,7 @@ class RankLossWatcher(Watcher):
         present = set(ranks)
         for rank in [rank for rank in self._counts if rank not in off and rank in present]:
             self._decrease_count(rank)
-        findings = []
+        findings: list[Finding] = []
         for rank, loss in off.items():
             side = 1 if loss > high else -1
             count, since = self._counts.get(rank, (0, merged.step))
@@ -299,7 +288,7 @@ class RankLossWatcher(Watcher):
             self._counts[rank] = (count, since)
             if abs(count) >= self._config.steps and rank not in self._told:
                 self._told.add(rank)
-                findings.append(self._rank_loss_finding(merged.step, rank, loss, middle, since))
+                findings += self._report_rank_loss(merged.step, rank, loss, middle, since)
         return tuple(findings)
 
     def _decrease_count(self, rank: int) -> None:
@@ -311,21 +300,16 @@ class RankLossWatcher(Watcher):
         else:
             self._counts[rank] = (count - 5 if count > 0 else count + 5, since)
 
-    def _rank_loss_finding(
+    def _report_rank_loss(
         self, step: int, rank: int, loss: float, middle: float, since: int
-    ) -> Finding:
+    ) -> tuple[Finding, ...]:
         side = "above" if loss > middle else "below"
-        return advisory_finding(
-            self.name,
-            step,
+        reason = (
             f"the loss of rank {rank} has been {side} the other ranks' on nearly every step since "
             f"step {since}, now {loss:.4g} against a median of {middle:.4g}: check its data and "
-            "its hardware",
-            rank=rank,
-            value=loss,
-            limit=middle,
-            onset_step=since,
+            "its hardware"
         )
+        return self._report(step, reason, rank=rank, value=loss, limit=middle, onset_step=since)
 
 
 class ReductionConfig(Settings, frozen=True, kw_only=True):
@@ -356,6 +340,7 @@ class ReductionWatcher(Watcher):
         self._episode = ConditionEpisode(self._config.clear_after)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the ranks' reduction errors in a merged step: wrong gradient sums."""
         errors, ranks = finite(merged.ranks.get("reduction_error"))
         if not errors:
             return ()
@@ -379,10 +364,7 @@ class ReductionWatcher(Watcher):
             f"explains): {why}"
         )
         rank = wrong[0] if len(wrong) == 1 else -1
-        finding = advisory_finding(
-            self.name, merged.step, reason, rank=rank, value=worst, limit=limit
-        )
-        return (finding,)
+        return self._report(merged.step, reason, rank=rank, value=worst, limit=limit)
 
 
 _MOST_NAMED = 8

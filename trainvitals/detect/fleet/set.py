@@ -1,7 +1,5 @@
 """All fleet detectors together, as the collector runs them, live or in a replay."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

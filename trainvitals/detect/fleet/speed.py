@@ -1,7 +1,5 @@
 """Durations of steps: the usual one, a throughput that falls, overdue steps and checkpoints."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,15 +9,15 @@ from msgspec import Meta
 
 from trainvitals.config import AtLeastOne, Count, Settings
 from trainvitals.detect.fleet.base import (
-    ConditionEpisode,
+    LastingWatcher,
     MergedStep,
-    Watcher,
-    advisory_finding,
+    clamped_exp,
     number,
     step_seconds,
     upper_median,
 )
 from trainvitals.detect.outliers import SIGMA_PER_MAD, RobustWindow
+from trainvitals.detect.reporter import make_finding
 from trainvitals.records import Finding
 from trainvitals.stateful import Stateful, state_row
 from trainvitals.units import humanize, humanize_seconds
@@ -64,21 +62,21 @@ class SlowStepFilter(Stateful):
 
     @property
     def typical_seconds(self) -> float | None:
-        """The usual duration of a step; None until some are known."""
+        """Return the usual duration of a run's steps; None until some are known."""
         return self._usual.median() if len(self._usual) >= 4 else None
 
     @property
     def longest_seconds(self) -> float:
-        """The second longest step: a single long step (a hang that ended) is not typical."""
+        """Return the second longest step: a single long one, such as a stall, is not typical."""
         return self._longest[1]
 
     @property
     def longest_once_seconds(self) -> float:
-        """The longest step: the run survived it, so an equally long evaluation may recur."""
+        """Return the longest step: the run survived it, so it is not necessarily a stall."""
         return self._longest[0]
 
     def push(self, step: int, seconds: float) -> Kind:
-        """Add one step's duration, finite and above zero, and return its kind."""
+        """Add the duration of a merged step, finite and above zero, and return its kind."""
         if seconds > self._longest[1]:
             self._longest = (max(seconds, self._longest[0]), min(seconds, self._longest[0]))
         usual = self.typical_seconds
@@ -93,7 +91,7 @@ class SlowStepFilter(Stateful):
         return "periodic" if self._is_periodic(step) else "slow"
 
     def _is_periodic(self, step: int) -> bool:
-        """Return whether slow steps come at a regular distance; record this one."""
+        """Return whether slow steps of the run come at a regular distance; record this one."""
         slow = set(self._slow)
         cycle = 0
         for earlier in reversed(self._slow):
@@ -109,7 +107,7 @@ class SlowStepFilter(Stateful):
         return cycle > 0
 
     def roll_back(self, step: int) -> None:
-        """Discard the slow steps that are made again."""
+        """Discard the slow steps that the next attempt trains again."""
         self._slow = [slow for slow in self._slow if slow < step]
         self._streak.clear()
 
@@ -147,7 +145,7 @@ class ThroughputConfig(Settings, frozen=True, kw_only=True):
     """What makes a single step slow; slow steps at intervals are left out."""
 
 
-class ThroughputWatcher(Watcher):
+class ThroughputWatcher(LastingWatcher):
     """Finds a sustained fall of ``tokens_per_second``, or of steps per second without tokens.
 
     Works on the logarithm of the seconds per token (or per step). A measurement below the limit
@@ -167,8 +165,8 @@ class ThroughputWatcher(Watcher):
     )
 
     def __init__(self, config: ThroughputConfig | None = None) -> None:
-        super().__init__()
         self._config = config or ThroughputConfig()
+        super().__init__(self._config.clear_after)
         self.pace = SlowStepFilter(self._config.pace)
         self._world_size = 0
         self._per_token = False
@@ -180,20 +178,15 @@ class ThroughputWatcher(Watcher):
         self._low_blocks = 0
         self._onset = -1
         self._block_start = -1
-        self._episode = ConditionEpisode(self._config.clear_after)
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether a reported condition still holds."""
-        return self._episode.on
 
     def _restarted(self, merged: MergedStep) -> None:
-        """Discard the unfinished block of steps: another attempt starts."""
+        """Discard the unfinished block of merged steps: another attempt starts."""
         self.pace.roll_back(merged.step)
         self._settling = self._config.warmup_rows
         self._block.clear()
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the speed of a merged step: report a sustained fall of throughput."""
         seconds = step_seconds(merged)
         kind = self.pace.push(merged.step, seconds) if seconds > 0.0 else "ordinary"
         num_ranks = len(merged.ranks.get("step_duration_seconds", ()))
@@ -217,7 +210,7 @@ class ThroughputWatcher(Watcher):
         return self._check_block_cost(merged.step, cost)
 
     def _reset_reference(self, *, per_token: bool, world_size: int) -> None:
-        """Discard the reference: the measure, or the number of ranks, has changed."""
+        """Discard the reference speed: its unit, or the number of ranks, has changed."""
         self._per_token, self._world_size = per_token, world_size
         self._block.clear()
         self._blocks.clear()
@@ -239,7 +232,7 @@ class ThroughputWatcher(Watcher):
         begins = self._episode.begins(is_present) if is_present or not is_low else False
         if self._low_blocks >= config.accept_after:
             self._blocks, self._best, self._low_blocks = [cost], None, 0
-        return (self._slowdown_finding(step, cost, best, allowed),) if begins else ()
+        return self._report_slowdown(step, cost, best, allowed) if begins else ()
 
     def _update_best(self, cost: float) -> None:
         """Update the run's best throughput, and its noise, by a block's cost."""
@@ -251,10 +244,12 @@ class ThroughputWatcher(Watcher):
             self._best = course
             self._noise = SIGMA_PER_MAD * upper_median([abs(b - course) for b in self._blocks])
 
-    def _slowdown_finding(self, step: int, cost: float, best: float, allowed: float) -> Finding:
-        part, num = _clamped_exp(best - cost), self._low_blocks * self._config.block
+    def _report_slowdown(
+        self, step: int, cost: float, best: float, allowed: float
+    ) -> tuple[Finding, ...]:
+        part, num = clamped_exp(best - cost), self._low_blocks * self._config.block
         for_steps = f"over {num} steps (not counting evaluations and checkpoints)"
-        now, was, limit = _clamped_exp(-cost), _clamped_exp(-best), _clamped_exp(-best - allowed)
+        now, was, limit = clamped_exp(-cost), clamped_exp(-best), clamped_exp(-best - allowed)
         if self._per_token:
             reason = (
                 f"throughput fell to {humanize(now, 'tokens')} tokens/s, {part:.0%} of the "
@@ -262,18 +257,11 @@ class ThroughputWatcher(Watcher):
             )
         else:
             reason = (
-                f"steps take {humanize_seconds(_clamped_exp(cost))}, "
-                f"{_clamped_exp(cost - best):.3g}x the run's "
-                f"best ({humanize_seconds(_clamped_exp(best))}), {for_steps}"
+                f"steps take {humanize_seconds(clamped_exp(cost))}, "
+                f"{clamped_exp(cost - best):.3g}x the run's "
+                f"best ({humanize_seconds(clamped_exp(best))}), {for_steps}"
             )
-        return advisory_finding(
-            self.name, step, reason, value=now, limit=limit, onset_step=self._onset
-        )
-
-
-def _clamped_exp(value: float) -> float:
-    """Return the exponential of a logarithm, bounded to stay finite."""
-    return math.exp(max(-700.0, min(700.0, value)))
+        return self._report(step, reason, value=now, limit=limit, onset_step=self._onset)
 
 
 # ------------------------------------------------------------------------------ what is overdue
@@ -324,7 +312,7 @@ def stalled(
     longest_once_seconds: float = 0.0,
     config: StallConfig = _STALL,
 ) -> Finding | None:
-    """Return a finding if the step after ``last_step`` takes too long.
+    """Return a finding if the run stalls: the step after ``last_step`` takes too long.
 
     Both times must come from the same clock. A clock that jumped back is not a stall.
     """
@@ -340,7 +328,7 @@ def stalled(
     if silent <= limit:
         return None
     usual = "" if typical_seconds is None else humanize_seconds(typical_seconds)
-    return advisory_finding(
+    return make_finding(
         "stalled",
         last_step,
         f"no step has finished for {humanize_seconds(silent)} since step {last_step}"
@@ -352,7 +340,7 @@ def stalled(
 
 
 def usual_interval(checkpoint_steps: Sequence[int]) -> int | None:
-    """Return the median distance of checkpoints, in steps; None for fewer than two."""
+    """Return the usual distance of checkpoints in steps, to find overdue ones; None if unknown."""
     steps = sorted(set(checkpoint_steps))
     gaps = [after - before for before, after in pairwise(steps)]
     return int(upper_median(gaps)) if gaps else None
@@ -365,13 +353,13 @@ def checkpoint_overdue(
     interval: int | None,
     config: CheckpointConfig = _CHECKPOINT,
 ) -> Finding | None:
-    """Return a finding if a checkpoint is missing at a step; None if the interval is unknown."""
+    """Return a fleet detector's finding if a checkpoint is overdue; None if it has no interval."""
     if interval is None or interval < 1:
         return None
     age, limit = step - newest_checkpoint_step, config.ratio * interval
     if age <= limit:
         return None
-    return advisory_finding(
+    return make_finding(
         "checkpoint_overdue",
         step,
         f"the newest checkpoint is {age} steps old (step {newest_checkpoint_step}); the usual "

@@ -16,7 +16,6 @@ from trainvitals.detect.fleet.base import (
     MergedStep,
     Value,
     Watcher,
-    advisory_finding,
     finite,
     number,
     step_seconds,
@@ -31,6 +30,8 @@ class StragglerConfig(Settings, frozen=True, kw_only=True):
     """When one rank counts as keeping the others waiting. All values are our own choice."""
 
     section = "straggler"
+    # A smaller window could never hold enough late steps.
+    ascending = (("steps", "window"),)
 
     late: Annotated[float, Meta(ge=0.01, le=1.0)] = 0.07
     """Share of a step that the others wait for it, on average over `steps`. A rank that writes logs
@@ -52,12 +53,6 @@ class StragglerConfig(Settings, frozen=True, kw_only=True):
     hits: Annotated[int, Meta(ge=3, le=1_000)] = 6
     """Late steps at one distance, of 2 to 5 steps, that are reported too: every n-th step. What
     comes more rarely, such as an evaluation, is not."""
-
-    def __post_init__(self) -> None:
-        """Refuse a window that can never hold enough late steps."""
-        super().__post_init__()
-        if self.window < self.steps:
-            raise self.refusal("window", f"at least straggler.steps ({self.steps})")
 
 
 class _StepPart(NamedTuple):
@@ -130,7 +125,7 @@ class StragglerWatcher(Watcher):
 
     @property
     def goes_on(self) -> bool:
-        """Whether a reported condition still holds."""
+        """Return whether a straggler that was reported is still late."""
         return bool(self._told)
 
     def _restarted(self, merged: MergedStep) -> None:
@@ -141,6 +136,7 @@ class StragglerWatcher(Watcher):
         self._told.clear()
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge a merged step: find the rank that the others wait for."""
         duration = step_seconds(merged)
         if duration <= 0.0:
             return ()
@@ -171,7 +167,7 @@ class StragglerWatcher(Watcher):
                 0,
             )
         worst = max(fresh, key=lambda rank: courses[rank].share)
-        return (self._straggler_finding(merged, courses[worst], [r for r in fresh if r != worst]),)
+        return self._report_straggler(merged, courses[worst], [r for r in fresh if r != worst])
 
     def _ease(self, courses: Mapping[int, _RankLateness]) -> None:
         """Remove stragglers that have been in time for long: allow another report."""
@@ -206,7 +202,7 @@ class StragglerWatcher(Watcher):
     def _is_late(self, course: _RankLateness) -> bool:
         """Return whether a rank is late enough, or periodically, for a report."""
         config = self._config
-        usual = _median([duration for _, duration, _ in self._window])
+        usual = upper_median([duration for _, duration, _ in self._window])
         limit = max(config.late, config.least_seconds / usual)
         if course.num_late >= config.steps:
             is_one_sided = course.mean >= config.sigmas * course.error
@@ -230,14 +226,14 @@ class StragglerWatcher(Watcher):
         lasted = self._since[course.rank][0] > self._config.diffuse_steps
         return is_clear or not is_placed or lasted
 
-    def _straggler_finding(
+    def _report_straggler(
         self, merged: MergedStep, course: _RankLateness, more: Sequence[int]
-    ) -> Finding:
+    ) -> tuple[Finding, ...]:
         late = course.late
-        seconds = min(_median([figures[1] for figures in late]), LONGEST_SECONDS)
+        seconds = min(upper_median([figures[1] for figures in late]), LONGEST_SECONDS)
         period = course.period(self._config.hits)
         num_ranks = max(len(values) for values in merged.ranks.values())
-        durations = [duration for _, duration, _ in self._window]
+        usual_step = upper_median([duration for _, duration, _ in self._window])
         share, often = course.share, "a step"
         if course.num_late < self._config.steps:
             often = {2: "in every other step", 3: "in every 3rd step"}.get(
@@ -271,19 +267,16 @@ class StragglerWatcher(Watcher):
         verb = "is" if len(more) == 1 else "are"
         others = f"; {name_ranks(more)} {verb} late as well" if more else ""
         hours = share * num_ranks
-        return advisory_finding(
-            self.name,
-            merged.step,
+        reason = (
             f"rank {course.rank} is late by {humanize_seconds(seconds)} {often} since step {since}"
             f"{why}{others}; it costs {share:.1%} of the job: {share * 1000:.0f} of every 1,000 "
-            f"steps of {humanize_seconds(_median(durations))}, and {hours:.2g} GPU-hours in every "
-            f"hour of {num_ranks} ranks",
-            rank=course.rank,
-            value=share,
-            limit=self._config.late,
-            onset_step=since,
-            cause=f"straggler_{part.cause}" if part.cause else "straggler",
+            f"steps of {humanize_seconds(usual_step)}, and {hours:.2g} GPU-hours in every "
+            f"hour of {num_ranks} ranks"
         )
+        return self._report(
+            merged.step, reason, rank=course.rank, value=share, limit=self._config.late,
+            onset_step=since, cause=f"straggler_{part.cause}" if part.cause else "straggler",
+        )  # fmt: skip
 
 
 class _RankLateness(NamedTuple):
@@ -300,26 +293,26 @@ class _RankLateness(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Share of the time that the others wait for it."""
+        """Return the share of the time that the other ranks wait for a straggler."""
         return max(self.recent, self.mean_share)
 
     @property
     def mean_share(self) -> float:
-        """Plain mean over the window: a robust mean would ignore periodic late steps."""
+        """Return a straggler's plain mean: a robust one would ignore periodic late steps."""
         return math.fsum(self.shares) / len(self.shares)
 
     @property
     def late(self) -> list[list[float]]:
-        """The figures of the steps in which it was late."""
+        """Return the figures of the steps in which the rank was a straggler."""
         return [figures for figures in self.figures if figures is not None]
 
     @property
     def num_late(self) -> int:
-        """Steps in which it was late."""
+        """Return the number of steps in which the rank was a straggler."""
         return len(self.late)
 
     def onset(self, steps: int) -> int:
-        """Return its start in the window: from there on it is late in most steps."""
+        """Return the straggler's start in the window: from there on it is late in most steps."""
         if self.num_late < steps:
             return next(i for i, figures in enumerate(self.figures) if figures is not None)
         best, start, balance = 0.0, len(self.figures) - 1, 0.0
@@ -330,7 +323,7 @@ class _RankLateness(NamedTuple):
         return start
 
     def period(self, hits: int) -> int:
-        """Return the distance at which only this rank is late; 0 if there is none.
+        """Return the distance at which only this straggler is late; 0 if there is none.
 
         One step in six may be off: noise hides a late step, or adds one.
         """
@@ -388,7 +381,7 @@ def _find_late_ranks(columns: Mapping[str, Sequence[Value]], least: float) -> li
 def _late_ranks_by_exchange(
     columns: Mapping[str, Sequence[Value]], exchange: Mapping[int, float], least: float
 ) -> list[list[float]]:
-    """Return figures of late ranks, from the exchange and the waits for data only.
+    """Return the stragglers' figures, from the exchange and the waits for data only.
 
     With gradients summed during backward, the wait for data is then the only visible sign.
     """
@@ -409,7 +402,7 @@ def _late_ranks_by_exchange(
 def _measure_wait_deficits(
     waits: Mapping[int, float], exchange: Mapping[int, float]
 ) -> Iterator[tuple[int, float, float]]:
-    """Yield each rank, and how much less it waits for gradients and the exchange."""
+    """Yield each rank of a merged step, and how much less it waits than the others."""
     middle = upper_median(list(waits.values())) if len(waits) > 1 else 0.0
     of_exchange = upper_median(list(exchange.values())) if len(exchange) > 1 else 0.0
     for rank, waited in waits.items():
@@ -419,11 +412,11 @@ def _measure_wait_deficits(
 
 
 def _find_lateness_cause(late: Sequence[Sequence[float]]) -> _StepPart:
-    """Return the part with the largest excess, if it explains half of the lateness.
+    """Return the part of the step that makes a straggler late, if it explains half of it.
 
     If a thread waits for a core, its other parts are longer by exactly that wait.
     """
-    lateness = _median([figures[1] for figures in late])
+    lateness = upper_median([figures[1] for figures in late])
     *excess, by_queue = (
         value - usual for value, usual in (_median_part_seconds(p, late) for p in _CAUSES)
     )
@@ -435,23 +428,24 @@ def _find_lateness_cause(late: Sequence[Sequence[float]]) -> _StepPart:
 
 
 def _find_cause_index(part: _StepPart) -> int:
-    """Return a part's position among the causes; -1 if it is not among them."""
+    """Return a step part's position among a straggler's causes; -1 if it is not among them."""
     return _CAUSES.index(part) if part in _CAUSES else -1
 
 
 def _median_part_seconds(part: _StepPart, late: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Return the late rank's and the usual seconds of a part."""
+    """Return the straggler's and the other ranks' usual seconds in a part of the step."""
     if part not in _CAUSES:
         return 0.0, 0.0
     i = 2 + 2 * _CAUSES.index(part)
     late = [figures for figures in late if len(figures) == _FIGURES]
     if not late:  # from a state that was stored before a part was added
         return 0.0, 0.0
-    return _median([figures[i] for figures in late]), _median([figures[i + 1] for figures in late])
+    value = upper_median([figures[i] for figures in late])
+    return value, upper_median([figures[i + 1] for figures in late])
 
 
 def _finite_seconds_by_rank(columns: Mapping[str, Sequence[Value]], name: str) -> dict[int, float]:
-    """Return a column's finite values of at least two ranks; nothing for fewer."""
+    """Return a column's finite seconds by rank, to find stragglers; nothing for one rank."""
     values, ranks = finite(columns.get(name))
     if len(values) < 2:
         return {}
@@ -461,7 +455,7 @@ def _finite_seconds_by_rank(columns: Mapping[str, Sequence[Value]], name: str) -
 
 
 def _robust_mean(values: Sequence[float]) -> tuple[float, float]:
-    """Return the trimmed mean and its standard error (Yuen)."""
+    """Return the trimmed mean of a straggler's lateness, and its standard error (Yuen)."""
     ordered, num = sorted(values), len(values)
     cut = int(num * _TRIMMED)
     middle_values = ordered[cut : num - cut]
@@ -472,9 +466,6 @@ def _robust_mean(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(variance / num) / (1.0 - 2.0 * cut / num)
 
 
-def _median(values: Sequence[float]) -> float:
-    return upper_median(values)
-
-
 def _lower_median(values: Sequence[float]) -> float:
+    """Return the median of the ranks' seconds, the lower one of two."""
     return sorted(values)[len(values) - 1 >> 1]

@@ -1,7 +1,5 @@
 """The norm of all weights: it moves slowly, regardless of the loss."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from typing import Annotated
@@ -9,14 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from trainvitals.config import AboveZero, AtLeastOne, Settings
-from trainvitals.detect.fleet.base import (
-    ConditionEpisode,
-    MergedStep,
-    Watcher,
-    advisory_finding,
-    number,
-    upper_median,
-)
+from trainvitals.detect.fleet.base import LastingWatcher, MergedStep, number, upper_median
 from trainvitals.records import Finding
 
 _MAX_SAMPLES = 64
@@ -42,7 +33,7 @@ class WeightNormConfig(Settings, frozen=True, kw_only=True):
     """Samples within the limit after which it can be reported again."""
 
 
-class WeightNormWatcher(Watcher):
+class WeightNormWatcher(LastingWatcher):
     """Reports a weight norm that grows or shrinks much faster than it usually does.
 
     It sees slow ruin before the loss does: weight decay that is far too strong, and weights that
@@ -53,21 +44,16 @@ class WeightNormWatcher(Watcher):
     STATE = ("_logarithms", "_episode")
 
     def __init__(self, config: WeightNormConfig | None = None) -> None:
-        super().__init__()
         self._config = config or WeightNormConfig()
+        super().__init__(self._config.clear_after)
         self._logarithms: deque[float] = deque(maxlen=_MAX_SAMPLES + 2 * self._config.span)
-        self._episode = ConditionEpisode(self._config.clear_after)
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the reported change continues."""
-        return self._episode.on
 
     def _restarted(self, merged: MergedStep) -> None:
-        """Discard the samples: another attempt starts with other weights."""
+        """Discard the merged steps' weight norms: another attempt starts with other weights."""
         self._logarithms.clear()
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the weight norm of a merged step: report a change faster than usual."""
         norm = number(merged.run.get("weight_norm"))
         if norm is None or norm <= 0.0:
             return ()
@@ -92,4 +78,4 @@ class WeightNormWatcher(Watcher):
             f"the weight norm {direction} from {before:.4g} to {norm:.4g} within {span} samples; "
             f"its usual change is {100.0 * math.expm1(usual):.2g} %"
         )
-        return (advisory_finding(self.name, merged.step, reason, value=abs(change), limit=limit),)
+        return self._report(merged.step, reason, value=abs(change), limit=limit)

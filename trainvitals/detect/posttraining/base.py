@@ -4,23 +4,13 @@ They see one ``MergedStep`` per logged step, whose columns are the quantities of
 detector abstains while its quantities are missing, and counts values, not steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice, pairwise
 from typing import ClassVar, Literal
 
-from msgspec.structs import replace
-
-from trainvitals.detect.fleet.base import (
-    ConditionEpisode,
-    MergedStep,
-    Watcher,
-    number,
-    upper_median,
-)
+from trainvitals.detect.fleet.base import LastingWatcher, MergedStep, number, upper_median
 from trainvitals.detect.posttraining.names import TaskSpec
 from trainvitals.detect.posttraining.settings import PostTrainingConfig
 from trainvitals.records import Finding
@@ -81,7 +71,7 @@ class Milestones(Stateful):
         self._num = 0
 
     def add(self, step: int, *values: float | None) -> None:
-        """Add the values after a step."""
+        """Record the values of a post-training detector after a step, for later rollbacks."""
         if self._num % self._every == 0:
             self._values.append([step, *values])
             if len(self._values) > _MAX_MILESTONES:
@@ -97,12 +87,32 @@ class Milestones(Stateful):
         return self._values[-1][1:] if self._values else None
 
     def clear(self) -> None:
-        """Forget all."""
+        """Discard all recorded values of a post-training detector."""
         self._values.clear()
         self._every, self._num = 1, 0
 
 
-class RewardCourse(Stateful):
+class ValueCourse(Stateful):
+    """Base of the courses: the recent values, and milestones of what was learned before."""
+
+    def __init__(self, num: int) -> None:
+        self._recent: deque[float] = deque(maxlen=num)
+        self._milestones = Milestones()
+
+    def restart(self) -> None:
+        """Discard the recent values: another process continues."""
+        self._recent.clear()
+
+    def go_back(self, step: int) -> None:
+        """Discard what was learned at a step or after it: the run continues from before it."""
+        raise NotImplementedError
+
+    def rebaseline(self) -> None:
+        """Start again: a change of the data or the reward was announced."""
+        raise NotImplementedError
+
+
+class RewardCourse(ValueCourse):
     """Level of the reward at the start, at its best and now, compared with its noise.
 
     It separates success from failure: entropy falls and groups have equal rewards in both, but only
@@ -114,12 +124,11 @@ class RewardCourse(Stateful):
     MAY_LACK = True  # states of older versions lack ``best_step``
 
     def __init__(self, config: PostTrainingConfig) -> None:
+        super().__init__(config.window)
         self._config = config
-        self._recent: deque[float] = deque(maxlen=config.window)
         self._early: list[float] = []
         self._values: deque[float] = deque(maxlen=_MAX_VALUES)
         self._trend = Trend()
-        self._milestones = Milestones()
         self._start: float | None = None
         """The first level."""
         self.best: float | None = None
@@ -127,8 +136,10 @@ class RewardCourse(Stateful):
         self.best_step = 0
         """Step of the highest level."""
 
-    def add(self, value: float, step: int) -> bool:
-        """Add the value of a step; return whether the level is the highest so far."""
+    def add(self, value: float | None, step: int) -> bool:
+        """Add the reward of a step; return whether its level is the highest so far."""
+        if value is None:
+            return False
         self._values.append(value)
         self._recent.append(value)
         self._trend.add(value)
@@ -142,12 +153,8 @@ class RewardCourse(Stateful):
         self._milestones.add(step, self.best, self._start, *self._trend.values(), *self._early)
         return is_best
 
-    def restart(self) -> None:
-        """Discard the recent values: another process continues."""
-        self._recent.clear()
-
     def go_back(self, step: int) -> None:
-        """Discard what was learned at a step or after it: the run continues from before it."""
+        """Discard the rewards at a step or after it: the run continues from before it."""
         values = self._milestones.go_back(step)
         if values is None:
             self.rebaseline()
@@ -163,7 +170,7 @@ class RewardCourse(Stateful):
             self._values.pop()
 
     def rebaseline(self) -> None:
-        """Start again: a change of the data or the reward was announced."""
+        """Start again with the reward: a change of the data or the reward was announced."""
         self._recent.clear()
         self._early.clear()
         self._values.clear()
@@ -172,24 +179,24 @@ class RewardCourse(Stateful):
 
     @property
     def level(self) -> float | None:
-        """Median of the recent values; None while there are too few."""
+        """Return the median of the recent rewards; None while there are too few."""
         recent = self._recent
         return upper_median(recent) if len(recent) == self._config.window else None
 
     @property
     def first(self) -> float:
-        """Level of the first values."""
+        """Return the level of the run's first rewards; 0 before there is one."""
         return upper_median(self._early) if self._early else 0.0
 
     @property
     def _fast_sigma(self) -> float:
-        """Standard deviation of a value, from the changes; the largest ones are left out."""
+        """Return the reward's standard deviation, from its changes; the largest are left out."""
         changes = sorted(abs(b - a) for a, b in pairwise(self._values))
         del changes[len(changes) - int(_OUTLIERS * len(changes)) :]
         return _TO_SIGMA * sum(changes) / len(changes) if changes else 0.0
 
     def _sigma(self, fast: float) -> float:
-        """Return a larger deviation if neighbors are correlated: that of a level, made comparable.
+        """Return a larger deviation of the reward if neighboring values are correlated.
 
         Args:
             fast: the deviation without slow noise.
@@ -204,7 +211,7 @@ class RewardCourse(Stateful):
 
     @property
     def outcome(self) -> Outcome:
-        """Course so far: ``flat`` if the reward neither rises nor falls by more than its noise.
+        """Return the reward's course: ``flat`` if it moves by no more than its noise.
 
         A loss is certain at once. That the reward does not rise needs many values: the trend of
         fewer may be that of a slow success.
@@ -231,7 +238,7 @@ class RewardCourse(Stateful):
         return "flat" if is_slow and not trend.is_cut_off else "unknown"
 
     def describe(self) -> str:
-        """Return the course as text."""
+        """Describe the course of the reward for a finding: now, at first or at its best."""
         level, best = self.level or 0.0, self.best or 0.0
         if self.outcome == "flat":
             return f"the reward is {level:.3g}, and its first values were {self.first:.3g}"
@@ -254,7 +261,7 @@ class Trend(Stateful):
         self.highest = -math.inf
 
     def add(self, value: float) -> None:
-        """Add the next value."""
+        """Add the next reward to its linear trend."""
         # Welford's update of the covariance with the index.
         change = value - self._mean
         self._mean += change / (self.num + 1)
@@ -264,17 +271,17 @@ class Trend(Stateful):
         self.lowest, self.highest = min(self.lowest, value), max(self.highest, value)
 
     def values(self) -> tuple[float, ...]:
-        """Return the state as numbers."""
+        """Return the state of the reward's trend as numbers."""
         return self.num, self._mean, self._product, self._square, self.lowest, self.highest
 
     def restore(self, values: Sequence[float]) -> None:
-        """Continue as the trend that returned ``values``."""
+        """Continue as the trend of the reward that returned ``values``."""
         num, self._mean, self._product, self._square, self.lowest, self.highest = values
         self.num = int(num)
 
     @property
     def t(self) -> float:
-        """Student's t of the slope; 0 if unknown."""
+        """Return Student's t of the reward's slope; 0 if unknown."""
         num = self.num
         squares = self._index_square * self._square
         if num < _FIRST or not 0.0 < squares < math.inf:
@@ -284,7 +291,7 @@ class Trend(Stateful):
 
     @property
     def upper_slope(self) -> float:
-        """Largest change per value that the noise allows; infinite if unknown."""
+        """Return the largest gain of reward per value that the noise allows."""
         num, index_square = self.num, self._index_square
         if num < _FIRST or not self._square < math.inf:
             return math.inf
@@ -294,7 +301,7 @@ class Trend(Stateful):
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the highest value seems to be the highest possible one.
+        """Return whether the highest reward seems to be the highest possible one.
 
         The values are equal and above 0, or their distribution has no upper tail. A failed reward
         is usually 0 or negative.
@@ -307,25 +314,26 @@ class Trend(Stateful):
 
     @property
     def _index_square(self) -> float:
-        """Sum of the squares of the centered indices."""
+        """Return the sum of the squares of the centered indices, for the reward's trend."""
         return (self.num**3 - self.num) / 12
 
 
-class ShareCourse(Stateful):
+class ShareCourse(ValueCourse):
     """Mean of a share over the recent values, and its lowest level."""
 
     STATE = ("_recent", "_milestones", "lowest", "num")
 
     def __init__(self, num: int) -> None:
-        self._recent: deque[float] = deque(maxlen=num)
-        self._milestones = Milestones()
+        super().__init__(num)
         self.num = 0
         """Values so far."""
         self.lowest = 1.0
         """Lowest mean over five values: of more, a fast rise would hide the first ones."""
 
-    def add(self, value: float, step: int) -> None:
-        """Add the value of a step, between 0 and 1."""
+    def add(self, value: float | None, step: int) -> None:
+        """Add a logged share, such as that of cut completions, between 0 and 1."""
+        if value is None:
+            return
         self._recent.append(min(max(value, 0.0), 1.0))
         self.num += 1
         if len(self._recent) >= _SHORT:
@@ -333,41 +341,36 @@ class ShareCourse(Stateful):
             self.lowest = min(self.lowest, mean)
         self._milestones.add(step, self.lowest, self.num)
 
-    def restart(self) -> None:
-        """Discard the recent values."""
-        self._recent.clear()
-
     def go_back(self, step: int) -> None:
-        """Discard what was learned at a step or after it."""
+        """Discard the shares of completions or groups that were logged at a step or after it."""
         lowest, num = self._milestones.go_back(step) or (1.0, 0)
         self._recent.clear()
         self.lowest, self.num = lowest or 0.0, int(num or 0)
 
     def rebaseline(self) -> None:
-        """Start again: a change of the data was announced."""
+        """Start again with shares of completions: a change of the data was announced."""
         self._recent.clear()
         self._milestones.clear()
         self.lowest, self.num = 1.0, 0
 
     @property
     def mean(self) -> float | None:
-        """Mean over the recent values; None while there are too few."""
+        """Return the mean of the recent shares of completions or groups; None if too few."""
         recent = self._recent
         return sum(recent) / len(recent) if len(recent) == recent.maxlen else None
 
 
-class ShortLevel(Stateful):
+class ShortLevel(ValueCourse):
     """Median of the last five values, and its highest one so far."""
 
     STATE = ("_recent", "_milestones", "highest")
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=_SHORT)
-        self._milestones = Milestones()
+        super().__init__(_SHORT)
         self.highest: float | None = None
 
     def add(self, value: float, step: int) -> float | None:
-        """Add the value of a step; return the level, or None while there are too few values."""
+        """Add the policy's entropy or ratio at a step; return the level, None if too early."""
         self._recent.append(value)
         if len(self._recent) < _SHORT:
             return None
@@ -376,21 +379,17 @@ class ShortLevel(Stateful):
         self._milestones.add(step, self.highest)
         return level
 
-    def restart(self) -> None:
-        """Discard the recent values."""
-        self._recent.clear()
-
     def go_back(self, step: int) -> None:
-        """Discard what was learned at a step or after it."""
+        """Discard the policy's entropy or ratio logged at a step or after it."""
         (self.highest,) = self._milestones.go_back(step) or (None,)
         self._recent.clear()
 
     def rebaseline(self) -> None:
-        """Keep the highest level: a change of the data gives a policy no new entropy."""
+        """Keep the highest level: new data do not give a policy more entropy."""
         self._recent.clear()
 
 
-class PostTrainingWatcher(Watcher):
+class PostTrainingWatcher(LastingWatcher):
     """Base: reports a lasting condition once, with its numbers, causes and remedy.
 
     A subclass provides ``is_for``, ``_judge`` and ``STATE``, and lists its parts with recent values
@@ -401,29 +400,25 @@ class PostTrainingWatcher(Watcher):
     MAY_LACK = True  # states of older versions lack ``_beyond_since``
 
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
-        super().__init__()
         self._config = config or PostTrainingConfig()
-        self._episode = ConditionEpisode(self._config.clear_after)
+        super().__init__(self._config.clear_after)
         self._beyond_since: int | None = None
         """First logged step since which the quantity is beyond its limit."""
 
     @staticmethod
     def is_for(spec: TaskSpec) -> bool:
-        """Return whether it judges this kind of run; by default one that samples completions."""
+        """Return whether the detector judges this kind of post-training, such as GRPO."""
         return spec.samples
 
     def set_kind(self, spec: TaskSpec) -> None:
-        """Note the kind of the run, before its first step."""
+        """Note the kind of post-training run, such as DPO, before its first step."""
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the reported condition still holds."""
-        return self._episode.on
-
-    def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
+    def _courses(self) -> Sequence[ValueCourse]:
+        """Return the parts of the post-training detector that keep recent scalars."""
         return ()
 
     def _restarted(self, merged: MergedStep) -> None:
+        """Drop the scalars that another attempt or process of the post-training makes void."""
         is_back = merged.step <= self._step
         if self._beyond_since is not None and self._beyond_since >= merged.step:
             self._beyond_since = None
@@ -434,13 +429,13 @@ class PostTrainingWatcher(Watcher):
                 course.restart()
 
     def rebaseline(self) -> None:
-        """Judge only what follows: a change of the data or the reward was announced."""
+        """Judge only later scalars: a change of the data or the reward was announced."""
         self._beyond_since = None
         for course in self._courses():
             course.rebaseline()
 
     def _note_beyond(self, is_beyond: bool) -> None:
-        """Note whether the quantity is beyond its limit: a problem began at the first such step.
+        """Note whether a quantity is beyond its limit: a finding begins at the first such step.
 
         It is reported later: a lost reward, or one that does not rise, takes values to be certain.
         """
@@ -449,18 +444,31 @@ class PostTrainingWatcher(Watcher):
         elif self._beyond_since is None:
             self._beyond_since = self._step
 
-    def _report(self, finding: Finding | None) -> tuple[Finding, ...]:
-        """Return the finding if its condition starts; None: the condition does not hold."""
-        begins = self._episode.begins(finding is not None)
-        if not begins or finding is None:
+    def _end_condition(self) -> tuple[Finding, ...]:
+        """Note that the condition does not hold."""
+        self._episode.begins(False)
+        return ()
+
+    def _begin_condition(
+        self, merged: MergedStep, reason: str, *, value: float, limit: float, cause: str = ""
+    ) -> tuple[Finding, ...]:
+        """Return the finding about the condition if it starts."""
+        if not self._episode.begins(True):
             return ()
-        since = finding.step if self._beyond_since is None else self._beyond_since
+        onset, cause = self._onset(merged.step), cause or self.name
+        return self._report(
+            merged.step, reason, value=value, limit=limit, cause=cause, onset_step=onset
+        )
+
+    def _onset(self, step: int) -> int:
+        """Return the step at which the condition began that a finding reports at ``step``."""
+        since = step if self._beyond_since is None else self._beyond_since
         for course in self._courses():
             if isinstance(course, RewardCourse) and course.outcome == "fell":
                 since = max(since, course.best_step)  # as long as the reward rose, it was success
-        return (replace(finding, onset_step=since),)
+        return since
 
 
 def quantity(merged: MergedStep, name: str) -> float | None:
-    """Return a finite quantity of the logged step; None if it is missing."""
+    """Return a finite quantity, such as the reward, of a logged step; None if it is missing."""
     return number(merged.run.get(name))

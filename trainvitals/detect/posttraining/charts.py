@@ -37,7 +37,7 @@ _OF_PAIRS = (
 
 
 class QuantityChart(NamedTuple):
-    """One chart: the metrics of one quantity, or of two to compare."""
+    """One chart of a post-training run: the metrics of one quantity, or of two to compare."""
 
     title: str
     lines: tuple[tuple[str, str], ...]
@@ -45,12 +45,12 @@ class QuantityChart(NamedTuple):
 
     @property
     def metric(self) -> str:
-        """Metric of the first line."""
+        """Metric of the chart's first line, whose latest value pages show as a number."""
         return self.lines[0][1]
 
 
 def quantity_charts(task: str, metrics: Collection[str]) -> tuple[QuantityChart, ...]:
-    """Return the charts that come before the loss; none for a run whose loss says enough.
+    """Return the charts of a post-training run in reading order; none for any other run.
 
     Args:
         task: kind of the run; empty: any other run.
@@ -69,7 +69,7 @@ def quantity_charts(task: str, metrics: Collection[str]) -> tuple[QuantityChart,
 
 
 def _metrics_of_quantities(metrics: Collection[str]) -> Mapping[str, tuple[str, str]]:
-    """Return name and metric of each recorded quantity; as for detectors, the first name counts.
+    """Return name and metric of each quantity to chart; as for detectors, the first name counts.
 
     A scalar that has to be converted to its quantity would be drawn under a wrong title.
     """

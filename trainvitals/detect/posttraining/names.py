@@ -5,8 +5,6 @@ A run is judged only if its kind is known: from the class of its trainer, or fro
 where the same value is healthy, so the kind is never guessed from them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,12 +56,12 @@ TASKS: Mapping[str, TaskSpec] = {
 
 
 def is_task(value: object) -> bool:
-    """Return whether a value is the name of a kind of run."""
+    """Return whether a value is the name of a kind of post-training, such as "dpo" or "grpo"."""
     return isinstance(value, str) and value in TASKS
 
 
 def loss_kind_of_task(task: object) -> LossKind | None:
-    """Return the meaning of the loss in such a run; None without a valid kind of run."""
+    """Return the meaning of the loss in such a post-training run; None without a valid kind."""
     return TASKS[task].loss_kind if isinstance(task, str) and task in TASKS else None
 
 
@@ -89,7 +87,7 @@ _MODULES = ("trl.", "unsloth")
 
 
 def task_of_class(trainer_class: type) -> Task | None:
-    """Return the kind of run of a trainer's class, from its name or that of a base; or None.
+    """Return the kind of post-training of a trainer's class, by its name or a base's; or None.
 
     Only classes of TRL and Unsloth count: others with the same name may be anything.
     """
@@ -109,7 +107,7 @@ class Reading(NamedTuple):
 
     @property
     def is_converted(self) -> bool:
-        """Whether the quantity is another number than the scalar."""
+        """Whether the detectors' quantity is another number than the library's scalar."""
         return (self.factor, self.offset) != (1.0, 0.0)
 
 
@@ -205,12 +203,12 @@ _OF_SUMMED_KL = (("scores", "kl_reward"), ("scores", "rlhf_reward"))
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a scalar as in ``NAMES``."""
+    """Return the name of a library's scalar as in ``NAMES``, without a prefix."""
     return name.removeprefix(_PREFIX)
 
 
 def read_quantities(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the known quantities among the scalars of one step; non-finite ones are left out."""
+    """Return the quantities among a step's scalars, by the names of TRL and other libraries."""
     plain = {plain_name(name): value for name, value in values.items()}
     is_kl_summed = any(all(name in plain for name in both) for both in _OF_SUMMED_KL)
     quantities: dict[str, float] = {}
@@ -226,6 +224,6 @@ def read_quantities(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def is_read(name: str) -> bool:
-    """Return whether ``read_quantities`` uses a scalar, by the name of its library."""
+    """Return whether ``read_quantities`` uses a scalar with this name in another library."""
     plain = plain_name(name)
     return plain in NAMES or any(plain in both for both in _OF_SUMMED_KL)

@@ -4,13 +4,11 @@ Entropy falls, the divergence grows and groups get equal rewards in every succes
 each of these is reported only together with a reward that did not rise, or that was lost again.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 
-from trainvitals.detect.fleet.base import MergedStep, advisory_finding, upper_median
+from trainvitals.detect.fleet.base import MergedStep, upper_median
 from trainvitals.detect.posttraining import names
 from trainvitals.detect.posttraining.base import (
     Milestones,
@@ -18,6 +16,7 @@ from trainvitals.detect.posttraining.base import (
     RewardCourse,
     ShareCourse,
     ShortLevel,
+    ValueCourse,
     quantity,
 )
 from trainvitals.detect.posttraining.settings import PostTrainingConfig
@@ -44,15 +43,15 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
         self._reward = RewardCourse(self._config)
         self._cut = ShareCourse(self._config.window)
 
-    def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
+    def _courses(self) -> Sequence[ValueCourse]:
+        """Return the levels of entropy, reward and cut completions that a restart resets."""
         return (self._entropy, self._reward, self._cut)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge entropy and reward of a logged step: a policy that became deterministic."""
         reward, cut = quantity(merged, names.REWARD), quantity(merged, names.CUT_SHARE)
-        if reward is not None:
-            self._reward.add(reward, merged.step)
-        if cut is not None:
-            self._cut.add(cut, merged.step)
+        self._reward.add(reward, merged.step)
+        self._cut.add(cut, merged.step)
         entropy = quantity(merged, names.ENTROPY)
         level = None if entropy is None else self._entropy.add(entropy, merged.step)
         highest = self._entropy.highest
@@ -61,26 +60,21 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
         limit = self._config.entropy_part * highest
         self._note_beyond(level <= limit)
         if level > limit:
-            return self._report(None)
+            return self._end_condition()
         if (sign := self._failure()) is None:
             return ()  # unknown is not healthy
         if not sign:
-            return self._report(None)
-        return self._report(
-            advisory_finding(
-                self.name,
-                merged.step,
-                f"the policy collapsed: its entropy fell from {highest:.3g} to {level:.3g}, and "
-                f"{sign}. Likely causes: a learning rate that is too high, no penalty for "
-                "divergence, a reward without signal, or one that a fixed text satisfies. Go back "
-                "to a checkpoint before the fall; lower the learning rate, or raise beta",
-                value=level,
-                limit=limit,
-            )
+            return self._end_condition()
+        reason = (
+            f"the policy collapsed: its entropy fell from {highest:.3g} to {level:.3g}, and "
+            f"{sign}. Likely causes: a learning rate that is too high, no penalty for "
+            "divergence, a reward without signal, or one that a fixed text satisfies. Go back "
+            "to a checkpoint before the fall; lower the learning rate, or raise beta"
         )
+        return self._begin_condition(merged, reason, value=level, limit=limit)
 
     def _failure(self) -> str | None:
-        """Return the sign of failure; empty without one, None if it cannot be judged."""
+        """Return the sign that the policy failed; empty without one, None if it is unknown."""
         outcome, cut = self._reward.outcome, self._cut
         config = self._config
         if outcome in ("fell", "flat"):
@@ -111,13 +105,14 @@ class DeadRewardWatcher(PostTrainingWatcher):
         self._share = ShareCourse(self._config.dead_values)
         self._reward = RewardCourse(self._config)
 
-    def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
+    def _courses(self) -> Sequence[ValueCourse]:
+        """Return the shares and rewards that a restart of the post-training resets."""
         return (self._share, self._reward)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge a logged step's share of groups whose completions have equal rewards."""
         reward, share = quantity(merged, names.REWARD), quantity(merged, names.DEAD_SHARE)
-        if reward is not None:
-            self._reward.add(reward, merged.step)
+        self._reward.add(reward, merged.step)
         if share is None:
             return ()
         self._share.add(share, merged.step)
@@ -126,7 +121,7 @@ class DeadRewardWatcher(PostTrainingWatcher):
             return ()
         self._note_beyond(mean >= config.dead_share)
         if mean < config.dead_share:
-            return self._report(None)
+            return self._end_condition()
         outcome, lowest = self._reward.outcome, self._share.lowest
         never = lowest >= config.never_share
         has_risen = mean - lowest >= config.dead_rise
@@ -138,23 +133,20 @@ class DeadRewardWatcher(PostTrainingWatcher):
         else:  # a reward that never rose may be solved from the start
             is_dead = has_risen and outcome == "fell"
         if not is_dead:
-            return self._report(None)
+            return self._end_condition()
         causes = (
             "prompts that are too hard or too easy, a reward that is constant (check its parser), "
             "a temperature that is too low, or too few completions per prompt"
             if never
             else "a policy that repeats one completion, or prompts that became too hard or too easy"
         )
-        return self._report(
-            advisory_finding(
-                self.name,
-                merged.step,
-                f"{mean:.0%} of the groups have equal rewards, so they give no gradient, and "
-                f"{self._reward.describe()}. Likely causes: {causes}. Look at the completions and "
-                "their rewards; filter the prompts by their success rate",
-                value=mean,
-                limit=config.never_share if never else config.dead_share,
-            )
+        reason = (
+            f"{mean:.0%} of the groups have equal rewards, so they give no gradient, and "
+            f"{self._reward.describe()}. Likely causes: {causes}. Look at the completions and "
+            "their rewards; filter the prompts by their success rate"
+        )
+        return self._begin_condition(
+            merged, reason, value=mean, limit=config.never_share if never else config.dead_share
         )
 
 
@@ -179,29 +171,32 @@ class KlRunawayWatcher(PostTrainingWatcher):
         """Divergence when the reward was at its best; None: not yet known."""
         self._milestones = Milestones()
 
-    def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
+    def _courses(self) -> Sequence[ValueCourse]:
+        """Return the course of the reward, which a restart of the post-training resets."""
         return (self._reward,)
 
     def _restarted(self, merged: MergedStep) -> None:
+        """Drop the policy's divergence from steps that are trained again."""
         if merged.step <= self._step:
             self._first, self._at_best = self._milestones.go_back(merged.step) or (None, None)
         super()._restarted(merged)
         self._recent.clear()
 
     def rebaseline(self) -> None:
-        """Compare with the divergence at the announced change."""
+        """Compare with the policy's divergence at the announced change."""
         super().rebaseline()
         self._recent.clear()
         self._milestones.clear()
         self._first, self._at_best = None, None
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the policy's divergence (KL) and the reward of a logged step."""
         config, floor = self._config, self._config.kl_floor
         reward, kl = quantity(merged, names.REWARD), quantity(merged, names.KL)
         if kl is None:
             floor = config.kl_floor_of_sequence
             kl = quantity(merged, names.KL_OF_SEQUENCE)
-        is_best = reward is not None and self._reward.add(reward, merged.step)
+        is_best = self._reward.add(reward, merged.step)
         if kl is None:
             return ()
         self._recent.append(kl)
@@ -214,7 +209,7 @@ class KlRunawayWatcher(PostTrainingWatcher):
         self._milestones.add(merged.step, first, self._at_best)
         self._note_beyond(level >= floor)
         if level < floor:
-            return self._report(None)
+            return self._end_condition()
         outcome = self._reward.outcome
         if outcome == "unknown":
             return ()
@@ -222,21 +217,16 @@ class KlRunawayWatcher(PostTrainingWatcher):
         before = first if outcome == "flat" else self._at_best
         limit = max(floor, config.kl_times * max(before, 0.0))
         if level < limit or outcome == "at_best":
-            return self._report(None)
-        return self._report(
-            advisory_finding(
-                self.name,
-                merged.step,
-                f"the policy moves away from its reference without a gain: the KL divergence is "
-                f"{level:.3g}, and was {before:.3g} "
-                f"{'at first' if outcome == 'flat' else 'when the reward was at its best'}; "
-                f"{self._reward.describe()}. Likely causes: a beta that is too low, a learning "
-                "rate that is too high, or stale samples. Raise beta or lower the learning rate; "
-                "use the checkpoint with the best reward",
-                value=level,
-                limit=limit,
-            )
+            return self._end_condition()
+        reason = (
+            f"the policy moves away from its reference without a gain: the KL divergence is "
+            f"{level:.3g}, and was {before:.3g} "
+            f"{'at first' if outcome == 'flat' else 'when the reward was at its best'}; "
+            f"{self._reward.describe()}. Likely causes: a beta that is too low, a learning "
+            "rate that is too high, or stale samples. Raise beta or lower the learning rate; "
+            "use the checkpoint with the best reward"
         )
+        return self._begin_condition(merged, reason, value=level, limit=limit)
 
 
 class TruncationWatcher(PostTrainingWatcher):
@@ -254,13 +244,14 @@ class TruncationWatcher(PostTrainingWatcher):
         self._cut = ShareCourse(self._config.dead_values)
         self._reward = RewardCourse(self._config)
 
-    def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
+    def _courses(self) -> Sequence[ValueCourse]:
+        """Return the cut shares and rewards that a restart of the post-training resets."""
         return (self._cut, self._reward)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge a logged step's share of completions that are cut at the length limit."""
         reward, cut = quantity(merged, names.REWARD), quantity(merged, names.CUT_SHARE)
-        if reward is not None:
-            self._reward.add(reward, merged.step)
+        self._reward.add(reward, merged.step)
         if cut is None:
             return ()
         self._cut.add(cut, merged.step)
@@ -269,12 +260,12 @@ class TruncationWatcher(PostTrainingWatcher):
             return ()
         self._note_beyond(mean >= config.cut_share)
         if mean < config.cut_share:
-            return self._report(None)
+            return self._end_condition()
         outcome = self._reward.outcome
         if outcome == "unknown":
             return ()
         if outcome == "at_best":
-            return self._report(None)
+            return self._end_condition()
         lowest = self._cut.lowest
         has_grown = mean - lowest >= config.cut_rise
         causes = (
@@ -284,17 +275,12 @@ class TruncationWatcher(PostTrainingWatcher):
             else "the chat template has no end-of-sequence token, or max_completion_length is too "
             "short for the task"
         )
-        return self._report(
-            advisory_finding(
-                self.name,
-                merged.step,
-                f"{mean:.0%} of the completions are cut at the length limit, and "
-                f"{self._reward.describe()}. Likely cause: {causes}. Read some completions; mask "
-                "or penalize cut ones",
-                value=mean,
-                limit=config.cut_share,
-            )
+        reason = (
+            f"{mean:.0%} of the completions are cut at the length limit, and "
+            f"{self._reward.describe()}. Likely cause: {causes}. Read some completions; mask "
+            "or penalize cut ones"
         )
+        return self._begin_condition(merged, reason, value=mean, limit=config.cut_share)
 
 
 class RewardHackingWatcher(PostTrainingWatcher):
@@ -317,10 +303,12 @@ class RewardHackingWatcher(PostTrainingWatcher):
         self._num_below = 0
         self._milestones = Milestones()
 
-    def _courses(self) -> Sequence[RewardCourse | ShareCourse | ShortLevel]:
+    def _courses(self) -> Sequence[ValueCourse]:
+        """Return the course of the training reward, which a restart resets."""
         return (self._reward,)
 
     def _restarted(self, merged: MergedStep) -> None:
+        """Drop the held-out rewards of steps that are trained again."""
         if merged.step <= self._step:
             self._first, self._best = self._milestones.go_back(merged.step) or (None, None)
             self._held_out.clear()
@@ -328,16 +316,16 @@ class RewardHackingWatcher(PostTrainingWatcher):
         self._num_below = 0
 
     def rebaseline(self) -> None:
-        """Discard the evaluations before the announced change."""
+        """Discard the held-out rewards from before the announced change."""
         super().rebaseline()
         self._held_out.clear()
         self._milestones.clear()
         self._first, self._best, self._num_below = None, None, 0
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the training reward and the held-out reward of a logged step."""
         reward, held_out = quantity(merged, names.REWARD), quantity(merged, names.HELD_OUT_REWARD)
-        if reward is not None:
-            self._reward.add(reward, merged.step)
+        self._reward.add(reward, merged.step)
         if held_out is None:
             return ()
         self._held_out.append(held_out)
@@ -353,27 +341,22 @@ class RewardHackingWatcher(PostTrainingWatcher):
         self._num_below = min(self._num_below + 1, 1 << 30) if is_below else 0
         self._note_beyond(is_below)
         if self._num_below < config.held_out_values:
-            return self._report(None)
+            return self._end_condition()
         outcome = self._reward.outcome
         if outcome == "unknown":
             return ()
         if outcome != "at_best":
-            return self._report(None)
-        return self._report(
-            advisory_finding(
-                self.name,
-                merged.step,
-                f"the training reward is {self._reward.level:.3g}, at its best, but the held-out "
-                f"reward fell from {best:.3g} to {held_out:.3g}. Likely causes: a flaw of the "
-                "reward that the policy exploits, or memorized prompts. Read the completions with "
-                "the highest rewards; use the checkpoint with the best held-out reward",
-                value=held_out,
-                limit=limit,
-            )
+            return self._end_condition()
+        reason = (
+            f"the training reward is {self._reward.level:.3g}, at its best, but the held-out "
+            f"reward fell from {best:.3g} to {held_out:.3g}. Likely causes: a flaw of the "
+            "reward that the policy exploits, or memorized prompts. Read the completions with "
+            "the highest rewards; use the checkpoint with the best held-out reward"
         )
+        return self._begin_condition(merged, reason, value=held_out, limit=limit)
 
     def _noise(self) -> float:
-        """Return the median absolute change between evaluations; the trend is in it too."""
+        """Return the median absolute change between held-out rewards; includes their trend."""
         values = list(self._held_out)
         changes = [abs(b - a) for a, b in pairwise(values)]
         return upper_median(changes) if len(changes) > 2 else float("inf")

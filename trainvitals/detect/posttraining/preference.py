@@ -1,12 +1,10 @@
 """Problems of a loss that compares a chosen with a rejected completion."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from fractions import Fraction
 
-from trainvitals.detect.fleet.base import MergedStep, advisory_finding, upper_median
+from trainvitals.detect.fleet.base import MergedStep, upper_median
 from trainvitals.detect.posttraining import names
 from trainvitals.detect.posttraining.base import PostTrainingWatcher, quantity
 from trainvitals.detect.posttraining.names import TaskSpec
@@ -72,15 +70,16 @@ class PreferenceWatcher(PostTrainingWatcher):
 
     @staticmethod
     def is_for(spec: TaskSpec) -> bool:
-        """Return whether the loss of such a run compares two completions."""
+        """Return whether the loss of such a run, as in DPO, compares two completions."""
         return spec.compares
 
     def set_kind(self, spec: TaskSpec) -> None:
-        """Judge the start only if the pairs are ranked at random before it."""
+        """Judge the accuracy at the start only if the pairs are undecided before training."""
         self._has_reference = spec.has_reference
         self._is_start_judged = not spec.starts_undecided
 
     def _restarted(self, merged: MergedStep) -> None:
+        """Drop the log-probabilities of pairs that are trained again."""
         self._clear_recent()
         if merged.step <= self._first_at:
             self._first.clear()
@@ -88,20 +87,23 @@ class PreferenceWatcher(PostTrainingWatcher):
             self._is_start_judged = True  # the first steps are repeated
 
     def rebaseline(self) -> None:
-        """Compare with the log-probabilities at the announced change."""
+        """Compare with the completions' log-probabilities at the announced change."""
         self._clear_recent()
         self._first.clear()
         self._is_start_judged |= self._first_step >= 0
 
     def _clear_recent(self) -> None:
+        """Discard the recent log-probabilities and rewards of the compared completions."""
         self._chosen.clear()
         self._rejected.clear()
         self._rewards.clear()
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
-        return (*self._leak(merged), *self._displacement(merged))
+        """Judge the pairs of a logged step: accuracy at the start, then log-probabilities."""
+        return self._leak(merged) + self._displacement(merged)
 
     def _leak(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Report pairs with a high accuracy from the start: they differ in something trivial."""
         accuracy, config = quantity(merged, names.ACCURACY), self._config
         if accuracy is None or self._is_start_judged:
             return ()
@@ -130,21 +132,16 @@ class PreferenceWatcher(PostTrainingWatcher):
         ):
             return ()
         self._is_start_judged = True
-        return (
-            advisory_finding(
-                self.name,
-                merged.step,
-                f"{mean:.0%} of the pairs are ranked correctly from the start, so "
-                "there is nothing to learn. Likely causes: chosen and rejected differ in the "
-                "template, the length or a mark; or pairs that the model was trained on. Compare "
-                "some pairs as tokens",
-                cause="preference_leak",
-                value=mean,
-                limit=config.leak_accuracy,
-            ),
+        reason = (
+            f"{mean:.0%} of the pairs are ranked correctly from the start, so there is nothing to "
+            "learn. Likely causes: chosen and rejected differ in the template, the length or a "
+            "mark; or pairs that the model was trained on. Compare some pairs as tokens"
         )
+        limit = config.leak_accuracy
+        return self._report(merged.step, reason, cause="preference_leak", value=mean, limit=limit)
 
     def _displacement(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Report chosen completions that become improbable together with the rejected ones."""
         chosen, rejected = quantity(merged, names.CHOSEN), quantity(merged, names.REJECTED)
         if chosen is None or rejected is None or chosen >= 0.0:
             return ()
@@ -170,24 +167,19 @@ class PreferenceWatcher(PostTrainingWatcher):
         if reward_level is not None and first_reward is not None and not is_mean:
             is_improbable &= reward_level <= min(first_reward, 0.0) - _LEAST_BETA * (first - limit)
         if not is_improbable:
-            return self._report(None)
-        return self._report(
-            advisory_finding(
-                self.name,
-                merged.step,
-                f"the chosen completions become improbable: their log-probability fell from "
-                f"{first:.4g} to {level:.4g}, that of the rejected ones from {self._first[1]:.4g} "
-                f"to {other:.4g}. Likely causes: a learning rate that is too high, a beta that is "
-                "too low, or pairs that are nearly equal. Lower the learning rate, raise beta, or "
-                "add an SFT term (rpo_alpha). If the data changed, announce it with expect()",
-                value=level,
-                limit=limit,
-            )
+            return self._end_condition()
+        reason = (
+            f"the chosen completions become improbable: their log-probability fell from "
+            f"{first:.4g} to {level:.4g}, that of the rejected ones from {self._first[1]:.4g} "
+            f"to {other:.4g}. Likely causes: a learning rate that is too high, a beta that is "
+            "too low, or pairs that are nearly equal. Lower the learning rate, raise beta, or "
+            "add an SFT term (rpo_alpha). If the data changed, announce it with expect()"
         )
+        return self._begin_condition(merged, reason, value=level, limit=limit)
 
 
 def _lower_bound(share: float, num: int) -> float:
-    """Return Wilson's lower bound of a share."""
+    """Return Wilson's lower bound of the accuracy on pairs of completions."""
     square = _Z * _Z
     half = _Z * math.sqrt(share * (1.0 - share) / num + square / (4 * num * num))
     return (share + square / (2 * num) - half) / (1.0 + square / num)

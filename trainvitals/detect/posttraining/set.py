@@ -1,7 +1,5 @@
 """All detectors over the scalars of a post-training run, as collector and rank 0 run them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from trainvitals.detect.fleet.base import MergedStep
@@ -58,7 +56,7 @@ class PostTrainingDetectors(Stateful):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no detector judges this kind of run."""
+        """Return whether no detector judges this kind of post-training run."""
         return not self._watchers
 
     def update(

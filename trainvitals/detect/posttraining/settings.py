@@ -1,7 +1,5 @@
 """Settings of the detectors over the scalars of post-training runs."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from msgspec import Meta

@@ -1,28 +1,11 @@
 """Runs the queries for the post-mortem of a run, on a collector or on a directory."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
+from trainvitals import views
 from trainvitals.errors import UsageError
-from trainvitals.views import (
-    AnnotationsQuestion,
-    AnnotationView,
-    CellsQuestion,
-    CellsReply,
-    CheckpointsQuestion,
-    CheckpointView,
-    DecisionsQuestion,
-    DecisionView,
-    EventsQuestion,
-    EventView,
-    IncidentsQuestion,
-    IncidentView,
-    MoversQuestion,
-    MoverView,
-    RunDetail,
-    RunQuestion,
-)
 from vitals_collector.queries.open import Reader
 from vitals_collector.report.curves import PlottedCurve, curves
 
@@ -45,24 +28,24 @@ _GRAVITY = ("page", "notify", "log")
 class IncidentFacts:
     """One incident and its measurements."""
 
-    incident: IncidentView
+    incident: views.IncidentView
     curves: tuple[PlottedCurve, ...]
-    heat_maps: tuple[CellsReply, ...]
-    movers: tuple[MoverView, ...]
+    heat_maps: tuple[views.CellsReply, ...]
+    movers: tuple[views.MoverView, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
     """All data of a post-mortem."""
 
-    detail: RunDetail
+    detail: views.RunDetail
     made_unix_ns: int
     curves: tuple[PlottedCurve, ...]
-    ledger: tuple[DecisionView, ...]
-    checkpoints: tuple[CheckpointView, ...]
-    events: tuple[EventView, ...]
-    annotations: tuple[AnnotationView, ...]
-    all_incidents: tuple[IncidentView, ...]
+    ledger: tuple[views.DecisionView, ...]
+    checkpoints: tuple[views.CheckpointView, ...]
+    events: tuple[views.EventView, ...]
+    annotations: tuple[views.AnnotationView, ...]
+    all_incidents: tuple[views.IncidentView, ...]
     """Incidents of the run, the latest first."""
     incidents: tuple[IncidentFacts, ...]
     """Incidents described in full."""
@@ -70,54 +53,39 @@ class ReportData:
     """Queries without a result, and the reasons."""
 
 
-@dataclass(slots=True)
-class _ReportQueries:
-    """Records failed queries, so that the report lists them."""
-
-    missing: list[str] = field(default_factory=list)
-
-    def or_none(self, name: str, ask: Callable[[], Answer]) -> Answer | None:
-        """Return the result; None if the run has no such data."""
-        try:
-            return ask()
-        except UsageError as error:
-            text = f"{name}: {error.text}"
-            if text not in self.missing:
-                self.missing.append(text)
-            return None
-
-
 def gather_report_data(
     reader: Reader, run_id: str, *, now_unix_ns: int, incident_id: str = ""
 ) -> ReportData:
-    """Return all data of the run, or of one of its incidents.
+    """Query all data for the post-mortem of a run, or of one of its incidents.
 
     Raises:
         UsageError: no such run, or no incident of that id.
     """
-    queries = _ReportQueries()
-    detail = reader.ask(RunQuestion(run_id=run_id))
-    everything = reader.ask(IncidentsQuestion(run_id=run_id))
+    missing: list[str] = []
+    detail = reader.ask(views.RunQuestion(run_id=run_id))
+    everything = reader.ask(views.IncidentsQuestion(run_id=run_id))
     detailed_incidents = _detailed_incidents(everything, incident_id)
     return ReportData(
         detail=detail,
         made_unix_ns=now_unix_ns,
         curves=curves(reader, detail),
-        ledger=reader.ask(DecisionsQuestion(run_id=run_id)),
-        checkpoints=reader.ask(CheckpointsQuestion(run_id=run_id)),
-        events=reader.ask(EventsQuestion(run_id=run_id)),
-        annotations=reader.ask(AnnotationsQuestion(run_id=run_id)),
+        ledger=reader.ask(views.DecisionsQuestion(run_id=run_id)),
+        checkpoints=reader.ask(views.CheckpointsQuestion(run_id=run_id)),
+        events=reader.ask(views.EventsQuestion(run_id=run_id)),
+        annotations=reader.ask(views.AnnotationsQuestion(run_id=run_id)),
         all_incidents=everything,
         incidents=tuple(
-            _query_incident_facts(reader, detail, incident, queries)
+            _query_incident_facts(reader, detail, incident, missing)
             for incident in detailed_incidents
         ),
-        missing=tuple(queries.missing),
+        missing=tuple(missing),
     )
 
 
-def _detailed_incidents(incidents: Sequence[IncidentView], incident_id: str) -> list[IncidentView]:
-    """Return the incidents to describe in full, by time."""
+def _detailed_incidents(
+    incidents: Sequence[views.IncidentView], incident_id: str
+) -> list[views.IncidentView]:
+    """Choose the incidents that the post-mortem describes in full, by time."""
     if incident_id:
         matches = [incident for incident in incidents if incident.incident_id == incident_id]
         if not matches:
@@ -135,15 +103,17 @@ def _detailed_incidents(incidents: Sequence[IncidentView], incident_id: str) -> 
 
 
 def _query_incident_facts(
-    reader: Reader, detail: RunDetail, incident: IncidentView, queries: _ReportQueries
+    reader: Reader, detail: views.RunDetail, incident: views.IncidentView, missing: list[str]
 ) -> IncidentFacts:
+    """Query the curves, heat maps and changes of an incident for the post-mortem."""
     run_id = detail.summary.run_id
     first, last = max(0, incident.onset_step - AROUND), incident.last_step + AROUND
     replies = [
-        queries.or_none(
+        _ask_or_note(
+            missing,
             name,
             lambda metric=metric: reader.ask(  # type: ignore[misc]
-                CellsQuestion(
+                views.CellsQuestion(
                     run_id=run_id,
                     metric=metric,
                     points=_COLUMNS,
@@ -156,8 +126,10 @@ def _query_incident_facts(
         for metric, name in HEAT_MAPS.items()
         if _is_known(metric, detail.metrics)
     ]
-    moved = queries.or_none(
-        "Movers", lambda: reader.ask(MoversQuestion(run_id=run_id, step=incident.onset_step))
+    moved = _ask_or_note(
+        missing,
+        "Movers",
+        lambda: reader.ask(views.MoversQuestion(run_id=run_id, step=incident.onset_step)),
     )
     return IncidentFacts(
         incident=incident,
@@ -167,8 +139,19 @@ def _query_incident_facts(
     )
 
 
+def _ask_or_note(missing: list[str], name: str, ask: Callable[[], Answer]) -> Answer | None:
+    """Return the result; without such data, return None and list the query as missing."""
+    try:
+        return ask()
+    except UsageError as error:
+        text = f"{name}: {error.text}"
+        if text not in missing:
+            missing.append(text)
+        return None
+
+
 def _is_known(metric: str, metrics: Sequence[str]) -> bool:
-    """Return whether the run has the metric; layer metrics are known by the layers' names."""
+    """Return whether the post-mortem can show a metric: the run has measured it."""
     return metric in metrics or (
         metric.startswith("layers.") and any(name.startswith("layers.") for name in metrics)
     )

@@ -1,27 +1,22 @@
 """Converts the gathered data to blocks: run, incidents, decision log, and data sources."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import TypeVar
 
 from trainvitals.cli.output import format_time
 from trainvitals.document.blocks import Block, Fold, Heading, Paragraph, TableBlock
 from trainvitals.document.incident import incident_blocks
-from trainvitals.records import SEVERITY_WORDS
+from trainvitals.records import SEVERITY_WORDS, Finding
 from trainvitals.units import humanize_count
-from trainvitals.views import IncidentView, MoverView
+from trainvitals.views import AlertView, IncidentView, MoverView, StepData
 from vitals_collector.ingest.projections import describe_samples
 from vitals_collector.queries.cost import total_lost_work
 from vitals_collector.queries.verdict import verdict_cost_line
+from vitals_collector.report import run_tables
 from vitals_collector.report.charts import CurvePlot, HeatMap
 from vitals_collector.report.curves import CurveMark, decision_marks
 from vitals_collector.report.postmortem.report_data import HEAT_MAPS, IncidentFacts, ReportData
-from vitals_collector.report.run_tables import (
-    checkpoint_table,
-    decision_table,
-    event_table,
-    rank_text,
-    run_facts,
-)
 
 MAX_LINES = 200
 """Maximum number of rows in a table; the number of omitted rows is shown."""
@@ -31,10 +26,11 @@ _LISTED = 8
 _TITLE = 120
 
 Row = Sequence[object]
+T = TypeVar("T")
 
 
 def report_blocks(facts: ReportData) -> list[Block]:
-    """Return the blocks of the report."""
+    """Return the blocks of the post-mortem page: incidents, decision log, run and settings."""
     summary = facts.detail.summary
     curve_marks = decision_marks(facts.ledger)
     spans = [(incident.onset_step, incident.last_step) for incident in facts.all_incidents]
@@ -84,10 +80,12 @@ def _folded(blocks: Iterable[Block]) -> Iterator[Block]:
 
 
 def _truncate_title(name: str) -> str:
+    """Shorten the name of a run in the title of its post-mortem."""
     return name if len(name) <= _TITLE else f"{name[: _TITLE - 3]}..."
 
 
 def _summary_text(facts: ReportData) -> str:
+    """Return the post-mortem's first paragraph: state, incidents and lost work."""
     summary, num = facts.detail.summary, len(facts.all_incidents)
     text = f"Run {summary.state} at step {summary.last_step}. Health: {summary.health}. "
     if not num:
@@ -101,12 +99,14 @@ def _summary_text(facts: ReportData) -> str:
 
 
 def _run_fact_rows(facts: ReportData) -> list[Row]:
-    rows = run_facts(facts.detail, facts.ledger)
+    """Return the facts of the run in the post-mortem, without empty ones."""
+    rows = run_tables.run_facts(facts.detail, facts.ledger)
     named = [(name, "not measured" if value is None else value) for name, value in rows]
     return [row for row in named if row[1] != ""]
 
 
 def _incident_list_section(facts: ReportData) -> Iterator[Block]:
+    """Yield the post-mortem's list of incidents, the older ones folded."""
     if not facts.all_incidents:
         return
     yield Heading(2, "Incidents")
@@ -122,6 +122,7 @@ def _incident_list_section(facts: ReportData) -> Iterator[Block]:
 
 
 def _incident_table(incidents: Sequence[IncidentView]) -> TableBlock:
+    """Return the post-mortem's table of incidents: cause, action, severity and cost."""
     return TableBlock(
         ("incident", "cause", "action", "severity", "steps", "began", "state", "lost work"),
         [
@@ -141,6 +142,7 @@ def _incident_table(incidents: Sequence[IncidentView]) -> TableBlock:
 
 
 def _step_range_text(incident: IncidentView) -> str:
+    """Return the steps of an incident in the post-mortem's table."""
     alone = incident.onset_step == incident.last_step
     return str(incident.onset_step) if alone else f"{incident.onset_step} to {incident.last_step}"
 
@@ -157,6 +159,7 @@ def _incident_section(
     *,
     is_folded: bool,
 ) -> list[Block]:
+    """Return the post-mortem's section on one incident; folded unless it is the worst."""
     title, *summary = incident_blocks(incident_facts.incident)
     blocks = [*summary, *_incident_evidence(incident_facts, curve_marks, ordinals)]
     if is_folded and isinstance(title, Heading):
@@ -180,90 +183,92 @@ def _incident_evidence(
     if incident_facts.movers:
         yield Heading(3, "Largest changes")
         header = ("layer or rank", "metric", "before", "peak", "at step", "sigma")
-        yield TableBlock(
-            header,
-            [
-                (m.row, m.metric, m.before, _peak_cell(m.peak), m.peak_step, _score_cell(m))
-                for m in incident_facts.movers[:_MOVERS]
-            ],
-        )
+        yield TableBlock(header, [_mover_row(mover) for mover in incident_facts.movers[:_MOVERS]])
     yield from _folded([*_evidence_section(incident), *_events_section(incident, ordinals)])
 
 
-def _peak_cell(peak: float | None) -> object:
-    return "not finite" if peak is None else peak
+def _mover_row(mover: MoverView) -> Row:
+    if mover.peak is None:
+        return (mover.row, mover.metric, mover.before, "not finite", mover.peak_step, None)
+    score = round(mover.score, 1)
+    return (mover.row, mover.metric, mover.before, mover.peak, mover.peak_step, score)
 
 
-def _score_cell(mover: MoverView) -> float | None:
-    return None if mover.peak is None else round(mover.score, 1)
+def _capped_section(
+    heading: Heading, items: Sequence[T], table: Callable[[Sequence[T]], TableBlock], what: str
+) -> Iterator[Block]:
+    """Yield a heading, and a table of the first items; nothing without items."""
+    if items:
+        yield heading
+        yield table(items[:MAX_LINES])
+        yield from _omitted_note(len(items) - MAX_LINES, what)
 
 
 def _evidence_section(incident: IncidentView) -> Iterator[Block]:
-    if incident.decisions:
-        yield Heading(3, "Actions and their evidence")
-        yield decision_table(incident.decisions[:MAX_LINES])
-        yield from _omitted_note(len(incident.decisions) - MAX_LINES, "actions")
-    if incident.findings:
-        yield Heading(3, "Findings")
-        findings = [view.finding for view in incident.findings[:MAX_LINES]]
-        yield TableBlock(
-            ("step", "level", "finding", "rank", "value", "limit", "reason"),
-            [
-                (f.step, f.level, f.kind, rank_text(f.rank), f.value, f.limit, f.reason)
-                for f in findings
-            ],
-        )
-        yield from _omitted_note(len(incident.findings) - MAX_LINES, "findings")
-    if incident.alerts:
-        yield Heading(3, "Alerts")
-        yield TableBlock(
-            ("alert", "severity", "state", "step", "began", "ended", "acknowledged by", "what"),
-            [
-                (
-                    a.title, SEVERITY_WORDS[a.severity], a.state, a.step,
-                    format_time(a.started_unix_ns), format_time(a.ended_unix_ns or 0),
-                    a.acknowledged_by, a.summary,
-                )
-                for a in incident.alerts[:MAX_LINES]
-            ],
-        )  # fmt: skip
-        yield from _omitted_note(len(incident.alerts) - MAX_LINES, "alerts")
+    """Yield the post-mortem's tables of an incident's actions, findings and alerts."""
+    actions = Heading(3, "Actions and their evidence")
+    yield from _capped_section(actions, incident.decisions, run_tables.decision_table, "actions")
+    findings = [view.finding for view in incident.findings]
+    yield from _capped_section(Heading(3, "Findings"), findings, _finding_table, "findings")
+    yield from _capped_section(Heading(3, "Alerts"), incident.alerts, _alert_table, "alerts")
+
+
+def _finding_table(findings: Sequence[Finding]) -> TableBlock:
+    return TableBlock(
+        ("step", "level", "finding", "rank", "value", "limit", "reason"),
+        [
+            (f.step, f.level, f.kind, run_tables.rank_text(f.rank), f.value, f.limit, f.reason)
+            for f in findings
+        ],
+    )
+
+
+def _alert_table(alerts: Sequence[AlertView]) -> TableBlock:
+    return TableBlock(
+        ("alert", "severity", "state", "step", "began", "ended", "acknowledged by", "what"),
+        [
+            (
+                a.title, SEVERITY_WORDS[a.severity], a.state, a.step,
+                format_time(a.started_unix_ns), format_time(a.ended_unix_ns or 0),
+                a.acknowledged_by, a.summary,
+            )
+            for a in alerts
+        ],
+    )  # fmt: skip
 
 
 def _events_section(incident: IncidentView, ordinals: Mapping[int, int]) -> Iterator[Block]:
-    if incident.events:
-        yield Heading(3, "Events")
-        yield event_table(incident.events[:MAX_LINES])
-        yield from _omitted_note(len(incident.events) - MAX_LINES, "events")
-    if incident.data:
-        yield Heading(3, "Batches of the bad steps")
-        yield TableBlock(
+    def batch_table(data: Sequence[StepData]) -> TableBlock:
+        return TableBlock(
             ("source", "attempt", "epoch", "batch", "samples", "file"),
             [
                 (
-                    d.source,
-                    ordinals.get(d.attempt, d.attempt),
-                    d.batch.epoch,
-                    d.batch.first_batch,
-                    describe_samples(d.batch),
-                    d.batch.file,
+                    d.source, ordinals.get(d.attempt, d.attempt), d.batch.epoch,
+                    d.batch.first_batch, describe_samples(d.batch), d.batch.file,
                 )
-                for d in incident.data[:MAX_LINES]
+                for d in data
             ],
-        )
-        yield from _omitted_note(len(incident.data) - MAX_LINES, "batches")
+        )  # fmt: skip
+
+    yield from _capped_section(
+        Heading(3, "Events"), incident.events, run_tables.event_table, "events"
+    )
+    batches = Heading(3, "Batches of the bad steps")
+    yield from _capped_section(batches, incident.data, batch_table, "batches")
 
 
 def _decisions_section(facts: ReportData) -> Iterator[Block]:
+    """Yield the post-mortem's section with all actions of the run."""
     yield Heading(2, "All actions")
     if not facts.ledger:
         yield Paragraph("Vitals took no action.")
         return
-    yield decision_table(facts.ledger[-MAX_LINES:])
+    yield run_tables.decision_table(facts.ledger[-MAX_LINES:])
     yield from _omitted_note(len(facts.ledger) - MAX_LINES, "earlier actions")
 
 
 def _timeline_section(facts: ReportData) -> Iterator[Block]:
+    """Yield the post-mortem's timeline: events, notes, decisions and alerts by time."""
     rows: list[tuple[int, str, int, str]] = [
         (e.time_unix_ns, e.source, e.step, e.text) for e in facts.events
     ]
@@ -290,14 +295,16 @@ def _timeline_section(facts: ReportData) -> Iterator[Block]:
 
 
 def _checkpoints_section(facts: ReportData) -> Iterator[Block]:
+    """Yield the post-mortem's table of checkpoints, the latest ones."""
     if not facts.checkpoints:
         return
     yield Heading(2, "Checkpoints")
     yield from _omitted_note(len(facts.checkpoints) - MAX_LINES, "earlier checkpoints")
-    yield checkpoint_table(facts.checkpoints[-MAX_LINES:])
+    yield run_tables.checkpoint_table(facts.checkpoints[-MAX_LINES:])
 
 
 def _settings_section(facts: ReportData) -> Iterator[Block]:
+    """Yield the post-mortem's tables of the configuration and the judge's settings."""
     info = facts.detail.info
     if info.config:
         yield Heading(2, "Configuration")

@@ -66,9 +66,27 @@ class ToolResponse:
     next: Sequence[str] = ()
     """Calls that continue from here."""
 
+    def render(self, *, max_kb: int = DEFAULT_KB) -> str:
+        """Return the response as JSON of at most ``max_kb`` KiB; it lists what it omits.
+
+        First rows and points are omitted, from the largest list; then texts are shortened.
+        """
+        max_bytes = 1024 * min(max(max_kb, 1), MAX_KB)
+        for limit in _TEXT_LIMITS:
+            lists = {name: list(rows[:MAX_ROWS]) for name, rows in self.lists.items()}
+            curve = downsample_points(self.curve, MAX_POINTS)
+            shrinks = True
+            while shrinks:
+                text = _encode(self, lists, curve, limit)
+                if len(text) <= max_bytes:
+                    return text.decode()
+                lists, curve, shrinks = _shrink_tool_response(lists, curve, limit)
+        too_large = f"the response has more than {max_bytes} bytes: call with max_kb={MAX_KB}"
+        return msgspec.json.encode({"omitted": [too_large]}).decode()
+
 
 def mark_as_data(text: str, limit: int) -> str:
-    """Return text from a run as one printable line in brackets, without secrets."""
+    """Return a run's text for an assistant as one printable line in brackets, without secrets."""
     line = " ".join(printable(redact_text(text).translate(_WITHOUT_BRACKETS)).split())
     if len(line) <= limit:
         return f"{OPEN}{line}{CLOSE}"
@@ -76,12 +94,12 @@ def mark_as_data(text: str, limit: int) -> str:
 
 
 def strip_data_marks(text: str) -> str:
-    """Return an argument without brackets: a caller may copy a name with them."""
+    """Return an MCP tool's argument without brackets: a caller may copy a name with them."""
     return text.translate(_WITHOUT_BRACKETS).strip()
 
 
 def as_json_value(value: Any, limit: int = _TEXT_LIMITS[0]) -> Any:
-    """Return the value as JSON holds it: numbers of six digits, marked text, no empty fields."""
+    """Return an MCP tool's value for JSON: numbers of six digits, marked text, no empty fields."""
     match value:
         case Fixed():
             return str(value)
@@ -102,7 +120,7 @@ def as_json_value(value: Any, limit: int = _TEXT_LIMITS[0]) -> Any:
 
 
 def redacted_pairs(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return a mapping whose names come from a run as rows, so that the names are marked too.
+    """Return a run's mapping as rows for an MCP tool, so that its names are marked as data too.
 
     A value whose name marks a secret is replaced.
     """
@@ -113,7 +131,7 @@ def redacted_pairs(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def downsample_points(points: Sequence[Point], num: int) -> list[Point]:
-    """Return at most ``num`` points: the ends, and of each stretch the extremes and a gap.
+    """Return at most ``num`` points to an assistant: ends, and each stretch's extremes and gap.
 
     A gap is a NaN, an infinity or a missing value.
     """
@@ -132,30 +150,9 @@ def downsample_points(points: Sequence[Point], num: int) -> list[Point]:
 
 
 def _point_value(point: Point) -> float:
-    """Return the number of a point in a tool response's curve."""
     value = point[1]
     assert isinstance(value, int | float)
     return value
-
-
-def render_tool_response(answer: ToolResponse, *, max_kb: int = DEFAULT_KB) -> str:
-    """Return the response as JSON of at most ``max_kb`` KiB; it lists what it omits.
-
-    First rows and points are omitted, from the largest list; then texts are shortened.
-    """
-    max_bytes = 1024 * min(max(max_kb, 1), MAX_KB)
-    for limit in _TEXT_LIMITS:
-        lists = {name: list(rows[:MAX_ROWS]) for name, rows in answer.lists.items()}
-        curve = downsample_points(answer.curve, MAX_POINTS)
-        shrinks = True
-        while shrinks:
-            text = _encode(answer, lists, curve, limit)
-            if len(text) <= max_bytes:
-                return text.decode()
-            lists, curve, shrinks = _shrink_tool_response(lists, curve, limit)
-    return msgspec.json.encode(
-        {"omitted": [f"the response has more than {max_bytes} bytes: call with max_kb={MAX_KB}"]}
-    ).decode()
 
 
 def _shrink_tool_response(
@@ -200,7 +197,9 @@ def _encode(
     body |= {name: as_json_value(rows, limit) for name, rows in lists.items() if answer.lists[name]}
     if curve:
         body["points"] = [
-            (step, as_json_value(_trust_nonfinite_name(value), limit)) for step, value in curve
+            # A text is the name of a non-finite number.
+            (step, as_json_value(Fixed(value) if isinstance(value, str) else value, limit))
+            for step, value in curve
         ]
     body |= {"units": answer.units} if answer.units else {}
     body |= {"omitted": omitted} if omitted else {}
@@ -209,8 +208,3 @@ def _encode(
     if OPEN.encode() in raw:
         raw = msgspec.json.encode({**body, "note": DATA_NOTE})
     return raw
-
-
-def _trust_nonfinite_name(value: Value) -> Value:
-    """Return a value of a curve; its texts are the names of non-finite numbers."""
-    return Fixed(value) if isinstance(value, str) else value

@@ -24,7 +24,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def parse_listen(listen: str) -> tuple[str, int]:
-    """Return host and port of ``[HOST:]PORT``; the host has to be this machine.
+    """Return the MCP server's host and port of ``[HOST:]PORT``; the host has to be this machine.
 
     Raises:
         UsageError: it is another host, or the port is not a number from 0 to 65535.
@@ -44,9 +44,7 @@ def parse_listen(listen: str) -> tuple[str, int]:
 class TokenGate:
     """Refuses requests without a token, and keeps the token for the tools.
 
-    Args:
-        app: the server's app.
-        token: the only valid token; "": the collector checks the token of each query.
+    With the token "", the collector checks the token of each query.
     """
 
     def __init__(self, app: App, token: str) -> None:
@@ -83,7 +81,7 @@ async def _refuse(send: Send) -> None:
 
 
 def serve_mcp_http(server: MCPServer, listen: str, *, token: str = "") -> None:
-    """Serve until Ctrl-C; print the URL, and the token if it is not one of a collector."""
+    """Serve MCP until Ctrl-C; print the URL, and the token if it is not one of a collector."""
     import uvicorn
 
     host, port = parse_listen(listen)
@@ -107,7 +105,7 @@ def serve_mcp_http(server: MCPServer, listen: str, *, token: str = "") -> None:
 
 
 def build_app(server: MCPServer, token: str) -> TokenGate:
-    """Return the HTTP app; it keeps no sessions, so that each request needs its token.
+    """Return the MCP server's HTTP app; without sessions, so that each request needs its token.
 
     Requests whose Host or Origin is another machine's are refused: a page in a browser cannot
     reach it.

@@ -9,7 +9,6 @@ from functools import cache
 from importlib.resources import files
 
 TEXT_FILE = "llms-full.txt"
-PAGE_MARK = "<!-- page: {} -->"
 _PAGE = re.compile(r"^<!-- page: (\S+) -->\n", re.M)
 _WORD = re.compile(r"[a-z0-9_]{2,}")
 _MAX_REPEATS = 3
@@ -27,18 +26,18 @@ class Section:
 
 @cache
 def load_pages() -> dict[str, str]:
-    """Return the Markdown of each page by its path."""
+    """Return the Markdown of each documentation page that an assistant can read, by its path."""
     return split_pages((files(__package__) / TEXT_FILE).read_text())
 
 
 def split_pages(text: str) -> dict[str, str]:
-    """Return the pages of `llms-full.txt` by their paths."""
+    """Return the documentation pages for assistants, by their paths in `llms-full.txt`."""
     _, *parts = _PAGE.split(text)
     return {path: page.strip() for path, page in zip(parts[::2], parts[1::2], strict=True)}
 
 
 def split_sections(pages: Mapping[str, str]) -> list[Section]:
-    """Return the sections of pages; a line in a code block is not a heading."""
+    """Return an assistant's documentation as sections; a line in a code block is not a heading."""
     sections: list[Section] = []
     for page, text in pages.items():
         title, lines, is_code = page, list[str](), False
@@ -54,7 +53,7 @@ def split_sections(pages: Mapping[str, str]) -> list[Section]:
 
 
 def search_sections(sections: Sequence[Section], query: str, num: int) -> list[Section]:
-    """Return the sections that fit a query best; rare words count more, and words in titles."""
+    """Return the sections that fit an assistant's query best; rare and title words count more."""
     words = set(_WORD.findall(query.lower()))
     counts = [Counter(_WORD.findall(section.text.lower())) for section in sections]
     titles = [set(_WORD.findall(f"{s.title} {s.page}".lower())) for s in sections]

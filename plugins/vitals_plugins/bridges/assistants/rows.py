@@ -25,7 +25,7 @@ _SERIES = frozenset(f"{metric.stream}.{metric.column}" for metric in CATALOG if 
 
 
 def series_names(names: Sequence[str]) -> list[str]:
-    """Return the names of series; only those from the run are marked as data."""
+    """Return the names of series for an MCP tool; only those from the run are marked as data."""
     return [Fixed(name) if name in _SERIES else name for name in names]
 
 
@@ -35,12 +35,12 @@ def number_or_none(value: int) -> int | None:
 
 
 def utc_time(unix_ns: int) -> Fixed:
-    """Return a time in UTC; "" for none."""
+    """Return a time in UTC for an MCP tool; "" for none."""
     return Fixed(format_time(unix_ns))
 
 
 def run_id_text(run_id: str) -> str:
-    """Return a run id: not marked as data if it has the form of an id."""
+    """Return a run id for an MCP tool: not marked as data if it has the form of an id."""
     return Fixed(run_id) if is_run_id(run_id) else run_id
 
 
@@ -65,7 +65,7 @@ def summary_row(run: RunSummary) -> dict[str, Any]:
 
 
 def verdict_facts(verdict: VerdictView) -> dict[str, Any]:
-    """Return the verdict; its commands are for the operator."""
+    """Return the verdict for an assistant; its commands are for the operator."""
     names = ("incident_id", "state", "cause", "action", "cost", "before", "next", "played")
     texts = {name: Story(getattr(verdict, name)) for name in names if getattr(verdict, name)}
     return {**texts, "is_hung": verdict.is_hung, "commands_for_the_operator": verdict.commands[:6]}
@@ -84,7 +84,7 @@ def incident_row(line: IncidentLine) -> dict[str, Any]:
 
 
 def decision_row(view: DecisionView) -> dict[str, Any]:
-    """Return a decision with its evidence."""
+    """Return a decision with its evidence, as a row of an MCP tool's response."""
     decision = view.decision
     return {
         "number": decision.ledger_seq,
@@ -120,7 +120,7 @@ def alert_row(view: AlertView) -> dict[str, Any]:
 
 
 def node_rows(sources: Sequence[SourceView]) -> list[dict[str, Any]]:
-    """Return the nodes: those with lost rows first."""
+    """Return the nodes for an MCP tool: those with lost rows first."""
     nodes: dict[str, dict[str, Any]] = {}
     for source in sources:
         node = nodes.setdefault(
@@ -134,7 +134,7 @@ def node_rows(sources: Sequence[SourceView]) -> list[dict[str, Any]]:
 
 
 def config_differences(first: RunDetail, second: RunDetail) -> list[tuple[str, Any, Any]]:
-    """Return name and both values of each setting that differs."""
+    """Return name and both values of each setting that differs, for an MCP tool."""
     ours, theirs = (dict(redacted_pairs(detail.info.config)) for detail in (first, second))
     return [
         (name, ours.get(name), theirs.get(name))
@@ -146,7 +146,7 @@ def config_differences(first: RunDetail, second: RunDetail) -> list[tuple[str, A
 def curve_points(
     steps: Sequence[int], values: Sequence[float | None], marks: Sequence[NonFiniteMark]
 ) -> list[Point]:
-    """Return the points of a curve, with the names of its non-finite values."""
+    """Return the points of an MCP tool's curve, with the names of its non-finite values."""
     kinds = {mark.step: mark.kind for mark in marks}
     return [
         (step, kinds.get(step) if value is None else value)

@@ -38,7 +38,7 @@ _MAX_NAME = 100
 
 
 def build_server(tools: RunTools) -> MCPServer:
-    """Return the server; run it over stdio, or serve its HTTP app."""
+    """Return the MCP server; run it over stdio, or serve its HTTP app."""
     server = MCPServer(
         "vitals",
         title="Vitals",
@@ -63,7 +63,7 @@ def build_server(tools: RunTools) -> MCPServer:
 def _translate_errors(
     function: Callable[..., str], error_type: type[ToolError] | type[ResourceError]
 ) -> Callable[..., str]:
-    """Return the function with its expected errors as text for the caller."""
+    """Return an MCP tool with its expected errors as text for the assistant."""
 
     @functools.wraps(function)
     def call(**arguments: object) -> str:
@@ -97,14 +97,13 @@ def _add_resources(server: MCPServer, tools: RunTools) -> None:
             _translate_errors(function, ResourceError)
         )
     for path, page in load_pages().items():
+        title = page.partition("\n")[0].lstrip("# ")
         server.resource(
-            page_uri(path), name=path, description=_title(page), mime_type="text/markdown"
+            f"vitals://docs/{path.removesuffix('.md')}",
+            name=path,
+            description=title,
+            mime_type="text/markdown",
         )(_page_reader(page))
-
-
-def page_uri(path: str) -> str:
-    """Return the URI of a page of the documentation."""
-    return f"vitals://docs/{path.removesuffix('.md')}"
 
 
 def _page_reader(page: str) -> Callable[[], str]:
@@ -112,11 +111,6 @@ def _page_reader(page: str) -> Callable[[], str]:
         return page
 
     return read
-
-
-def _title(page: str) -> str:
-    """Return the title of a documentation page that the MCP server provides."""
-    return page.partition("\n")[0].lstrip("# ")
 
 
 # ------------------------------------------------------------------------------------------ prompts

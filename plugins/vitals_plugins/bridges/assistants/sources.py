@@ -18,7 +18,7 @@ class RunSource(Protocol):
     """Where a tool reads runs."""
 
     def open(self) -> contextlib.AbstractContextManager[OpenedReader]:
-        """Provide a reader with the latest data, for one request."""
+        """Provide a reader with the latest data, for one request of an assistant."""
         ...
 
 
@@ -39,7 +39,7 @@ class SharedSource:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[OpenedReader]:
-        """Provide the reader, after it has read new rows."""
+        """Provide the reader that all MCP requests share, after it has read new rows."""
         with self._lock:
             if self._opened is None:
                 self._opened = self._stack.enter_context(self._opens())
@@ -48,7 +48,7 @@ class SharedSource:
             yield self._opened
 
     def close(self) -> None:
-        """Close the reader."""
+        """Close the reader that all requests to the MCP server share."""
         with self._lock:
             self._stack.close()
 
@@ -61,7 +61,7 @@ class TokenSource:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[OpenedReader]:
-        """Provide a client with the token of the request, never with one of this process.
+        """Provide a client with the token of an MCP request, never with one of this process.
 
         Raises:
             UnauthorizedError: the request has no token.

@@ -39,7 +39,6 @@ from vitals_plugins.bridges.assistants.answers import (
     downsample_points,
     mark_as_data,
     redacted_pairs,
-    render_tool_response,
     strip_data_marks,
 )
 from vitals_plugins.bridges.assistants.pages import load_pages, search_sections, split_sections
@@ -89,7 +88,7 @@ class RunTools:
     data: Path | None = None
 
     def all(self) -> list[Callable[..., str]]:
-        """Return the available tools; the name of a tool is the name of its method."""
+        """Return the MCP server's tools; the name of a tool is the name of its method."""
         tools: list[Callable[..., str]] = [
             *(self.list_runs, self.run_summary, self.incidents, self.why, self.series),
             *(self.compare, self.ranks, self.alerts, self.decisions, self.checkpoints),
@@ -117,17 +116,14 @@ class RunTools:
             and text in " ".join((run.run_id, run.name, run.project, *run.tags)).lower()
         ]
         omitted = [f"{unreadable} runs cannot be read: `vitals runs` lists them"]
-        return render_tool_response(
-            ToolResponse(
-                facts={"num_runs": len(rows)},
-                lists={"runs": rows},
-                more={"runs": "narrow with text or state, or give a larger max_kb"},
-                units=_UNITS,
-                omitted=omitted if unreadable else (),
-                next=_next_call("run_summary", rows[0]["run_id"]) if rows else (),
-            ),
-            max_kb=max_kb,
-        )
+        return ToolResponse(
+            facts={"num_runs": len(rows)},
+            lists={"runs": rows},
+            more={"runs": "narrow with text or state, or give a larger max_kb"},
+            units=_UNITS,
+            omitted=omitted if unreadable else (),
+            next=_next_call("run_summary", rows[0]["run_id"]) if rows else (),
+        ).render(max_kb=max_kb)
 
     def run_summary(self, run: str = "", max_kb: int = DEFAULT_KB) -> str:
         """Show one run with its verdict: state, cause, action, cost, next command, incidents.
@@ -150,37 +146,34 @@ class RunTools:
                 f'incidents(run="{run_id}", incident=ID)',
                 f'why(run="{run_id}", step={line.onset_step})',
             )
-        return render_tool_response(
-            ToolResponse(
-                facts={
-                    "run": summary_row(detail.summary),
-                    "missing": detail.summary.missing,
-                    "planned_steps": info.total_steps or None,
-                    "num_params": info.num_params or None,
-                    "git_commit": info.git_commit,
-                    "verdict": verdict_facts(verdict.verdict),
-                },
-                lists={
-                    "incidents": [incident_row(line) for line in verdict.incidents],
-                    "attempts": [
-                        {
-                            "attempt": attempt.id,
-                            "number": attempt.ordinal,
-                            "from_step": attempt.fork_step,
-                            "last_step": attempt.last_step,
-                            "reason": attempt.reason,
-                        }
-                        for attempt in reversed(detail.attempts)
-                    ],
-                    "series": series_names(detail.metrics),
-                    "config": redacted_pairs(info.config),
-                },
-                more={"incidents": f'incidents(run="{run_id}") lists all'},
-                units=_UNITS,
-                next=calls,
-            ),
-            max_kb=max_kb,
-        )
+        return ToolResponse(
+            facts={
+                "run": summary_row(detail.summary),
+                "missing": detail.summary.missing,
+                "planned_steps": info.total_steps or None,
+                "num_params": info.num_params or None,
+                "git_commit": info.git_commit,
+                "verdict": verdict_facts(verdict.verdict),
+            },
+            lists={
+                "incidents": [incident_row(line) for line in verdict.incidents],
+                "attempts": [
+                    {
+                        "attempt": attempt.id,
+                        "number": attempt.ordinal,
+                        "from_step": attempt.fork_step,
+                        "last_step": attempt.last_step,
+                        "reason": attempt.reason,
+                    }
+                    for attempt in reversed(detail.attempts)
+                ],
+                "series": series_names(detail.metrics),
+                "config": redacted_pairs(info.config),
+            },
+            more={"incidents": f'incidents(run="{run_id}") lists all'},
+            units=_UNITS,
+            next=calls,
+        ).render(max_kb=max_kb)
 
     def incidents(self, run: str = "", incident: str = "", max_kb: int = DEFAULT_KB) -> str:
         """List the incidents of a run, or show one with its story, timeline and evidence.
@@ -196,14 +189,11 @@ class RunTools:
             run_id = summary.run_id
             if not incident:
                 lines = reader.ask(VerdictQuestion(run_id=run_id)).incidents
-                return render_tool_response(
-                    ToolResponse(
-                        facts={"run_id": run_id_text(run_id), "num_incidents": len(lines)},
-                        lists={"incidents": [incident_row(line) for line in lines]},
-                        next=(f'incidents(run="{run_id}", incident=ID)',) if lines else (),
-                    ),
-                    max_kb=max_kb,
-                )
+                return ToolResponse(
+                    facts={"run_id": run_id_text(run_id), "num_incidents": len(lines)},
+                    lists={"incidents": [incident_row(line) for line in lines]},
+                    next=(f'incidents(run="{run_id}", incident=ID)',) if lines else (),
+                ).render(max_kb=max_kb)
             views = reader.ask(IncidentsQuestion(run_id=run_id))
         expected = _mark_incident_id(strip_data_marks(incident))
         view = next(
@@ -214,52 +204,49 @@ class RunTools:
                 f"run {run_id} has no incident {incident[:80]!r}",
                 hint=f'incidents(run="{run_id}") lists them',
             )
-        return render_tool_response(
-            ToolResponse(
-                facts={
-                    "run_id": run_id_text(run_id),
-                    "incident_id": view.incident_id,
-                    "title": view.title,
-                    "severity": Fixed(view.severity),
-                    "is_open": view.is_open,
-                    "onset_step": view.onset_step,
-                    "last_step": view.last_step,
-                    "started": utc_time(view.started_unix_ns),
-                    "cost_steps": view.cost_steps,
-                    "cost_seconds": view.cost_seconds,
-                    "verdict": verdict_facts(view.verdict),
-                    "story": [Story(paragraph) for paragraph in view.story],
-                },
-                lists={
-                    "decisions": [decision_row(entry) for entry in view.decisions],
-                    "findings": [
-                        {
-                            "step": entry.finding.step,
-                            "kind": entry.finding.kind,
-                            "rank": number_or_none(entry.finding.rank),
-                            "reason": entry.finding.reason,
-                        }
-                        for entry in view.findings
-                    ],
-                    "alerts": [alert_row(alert) for alert in view.alerts],
-                    "timeline": [
-                        {
-                            "time": utc_time(e.time_unix_ns),
-                            "step": number_or_none(e.step),
-                            "text": e.text,
-                        }
-                        for e in view.verdict.timeline
-                    ],
-                },
-                units=_UNITS,
-                next=(
-                    f'why(run="{run_id}", step={view.onset_step})',
-                    f'series(run="{run_id}", from_step={max(0, view.onset_step - 100)}, '
-                    f"to_step={view.last_step + 100})",
-                ),
+        return ToolResponse(
+            facts={
+                "run_id": run_id_text(run_id),
+                "incident_id": view.incident_id,
+                "title": view.title,
+                "severity": Fixed(view.severity),
+                "is_open": view.is_open,
+                "onset_step": view.onset_step,
+                "last_step": view.last_step,
+                "started": utc_time(view.started_unix_ns),
+                "cost_steps": view.cost_steps,
+                "cost_seconds": view.cost_seconds,
+                "verdict": verdict_facts(view.verdict),
+                "story": [Story(paragraph) for paragraph in view.story],
+            },
+            lists={
+                "decisions": [decision_row(entry) for entry in view.decisions],
+                "findings": [
+                    {
+                        "step": entry.finding.step,
+                        "kind": entry.finding.kind,
+                        "rank": number_or_none(entry.finding.rank),
+                        "reason": entry.finding.reason,
+                    }
+                    for entry in view.findings
+                ],
+                "alerts": [alert_row(alert) for alert in view.alerts],
+                "timeline": [
+                    {
+                        "time": utc_time(e.time_unix_ns),
+                        "step": number_or_none(e.step),
+                        "text": e.text,
+                    }
+                    for e in view.verdict.timeline
+                ],
+            },
+            units=_UNITS,
+            next=(
+                f'why(run="{run_id}", step={view.onset_step})',
+                f'series(run="{run_id}", from_step={max(0, view.onset_step - 100)}, '
+                f"to_step={view.last_step + 100})",
             ),
-            max_kb=max_kb,
-        )
+        ).render(max_kb=max_kb)
 
     def why(self, step: int, run: str = "", max_kb: int = DEFAULT_KB) -> str:
         """Explain one step: its numbers and limits, the findings, the decision and its reason.
@@ -274,20 +261,15 @@ class RunTools:
         with self._open_run(run) as (reader, summary):
             facts = gather_step(reader, summary, _step(step))
         run_id = summary.run_id
-        return render_tool_response(
-            ToolResponse(
-                facts={
-                    "run_id": run_id_text(run_id),
-                    "step": facts.view.step,
-                    "explanation": Story(step_text(facts)),
-                },
-                lists={"decisions": [decision_row(entry) for entry in facts.view.decisions]},
-                next=(
-                    f'series(run="{run_id}", from_step={max(0, step - 50)}, to_step={step + 50})',
-                ),
-            ),
-            max_kb=max_kb,
-        )
+        return ToolResponse(
+            facts={
+                "run_id": run_id_text(run_id),
+                "step": facts.view.step,
+                "explanation": Story(step_text(facts)),
+            },
+            lists={"decisions": [decision_row(entry) for entry in facts.view.decisions]},
+            next=(f'series(run="{run_id}", from_step={max(0, step - 50)}, to_step={step + 50})',),
+        ).render(max_kb=max_kb)
 
     def series(
         self,
@@ -328,24 +310,21 @@ class RunTools:
             )
         curve = curve_points(reply.step, reply.value, reply.nonfinite)
         numbers = [value for value in reply.value if value is not None]
-        return render_tool_response(
-            ToolResponse(
-                facts={
-                    "run_id": run_id_text(summary.run_id),
-                    "metric": reply.metric,
-                    "source": reply.source,
-                    "num_values": reply.num_total,
-                    "num_nonfinite": reply.num_nonfinite,
-                    "min": min(numbers, default=None),
-                    "max": max(numbers, default=None),
-                    "last": numbers[-1] if numbers else None,
-                },
-                curve=downsample_points(curve, most),
-                units={"points": f"[step, {reply.unit or 'value without a unit'}]"},
-                omitted=_omitted_values_note(len(curve), reply.num_total),
-            ),
-            max_kb=max_kb,
-        )
+        return ToolResponse(
+            facts={
+                "run_id": run_id_text(summary.run_id),
+                "metric": reply.metric,
+                "source": reply.source,
+                "num_values": reply.num_total,
+                "num_nonfinite": reply.num_nonfinite,
+                "min": min(numbers, default=None),
+                "max": max(numbers, default=None),
+                "last": numbers[-1] if numbers else None,
+            },
+            curve=downsample_points(curve, most),
+            units={"points": f"[step, {reply.unit or 'value without a unit'}]"},
+            omitted=_omitted_values_note(len(curve), reply.num_total),
+        ).render(max_kb=max_kb)
 
     def compare(
         self,
@@ -381,21 +360,18 @@ class RunTools:
                 )
             )
         curve = list(zip(reply.x, reply.value, strict=True))
-        return render_tool_response(
-            ToolResponse(
-                facts={
-                    "run": summary_row(details[0].summary),
-                    "other": summary_row(details[1].summary),
-                    "run_is": forecast.comparison_text(),
-                    "metric": reply.metric,
-                },
-                lists={"config": config_differences(details[0], details[1])},
-                curve=downsample_points(curve, MAX_POINTS),
-                units={"points": f"[{along}, other minus run]", "config": "[name, run, other]"},
-                omitted=_omitted_values_note(len(curve), reply.num_total),
-            ),
-            max_kb=max_kb,
-        )
+        return ToolResponse(
+            facts={
+                "run": summary_row(details[0].summary),
+                "other": summary_row(details[1].summary),
+                "run_is": forecast.comparison_text(),
+                "metric": reply.metric,
+            },
+            lists={"config": config_differences(details[0], details[1])},
+            curve=downsample_points(curve, MAX_POINTS),
+            units={"points": f"[{along}, other minus run]", "config": "[name, run, other]"},
+            omitted=_omitted_values_note(len(curve), reply.num_total),
+        ).render(max_kb=max_kb)
 
     def ranks(
         self,
@@ -431,25 +407,22 @@ class RunTools:
             for name, values in zip(reply.rows, reply.value, strict=True)
         ]
         hidden = reply.num_rows - len(rows)
-        return render_tool_response(
-            ToolResponse(
-                facts={
-                    "run_id": run_id_text(summary.run_id),
-                    "metric": reply.metric,
-                    "world_size": detail.summary.world_size,
-                    "missing": detail.summary.missing,
-                    "first_step_of_column": reply.step,
-                },
-                lists={"rows": rows, "nodes": node_rows(detail.sources)},
-                units={
-                    "values": f"{reply.unit or 'no unit'}; per column the value of the steps that "
-                    "is furthest from the middle"
-                },
-                omitted=(f"{hidden} of {reply.num_rows} rows with usual values",) if hidden else (),
-                next=(f'series(run="{summary.run_id}", metric=..., source="rank:N")',),
-            ),
-            max_kb=max_kb,
-        )
+        return ToolResponse(
+            facts={
+                "run_id": run_id_text(summary.run_id),
+                "metric": reply.metric,
+                "world_size": detail.summary.world_size,
+                "missing": detail.summary.missing,
+                "first_step_of_column": reply.step,
+            },
+            lists={"rows": rows, "nodes": node_rows(detail.sources)},
+            units={
+                "values": f"{reply.unit or 'no unit'}; per column the value of the steps that "
+                "is furthest from the middle"
+            },
+            omitted=(f"{hidden} of {reply.num_rows} rows with usual values",) if hidden else (),
+            next=(f'series(run="{summary.run_id}", metric=..., source="rank:N")',),
+        ).render(max_kb=max_kb)
 
     def alerts(self, run: str = "", state: AlertState = "firing", max_kb: int = DEFAULT_KB) -> str:
         """List alerts, latest first, with the name of their section in the runbook.
@@ -462,23 +435,16 @@ class RunTools:
         with self.source.open() as opened:
             run_id = _find(opened, run).run_id if run else ""
             views = opened.reader.ask(AlertsQuestion(run_id=run_id, state=state))
-        return render_tool_response(
-            ToolResponse(
-                facts={"num_alerts": len(views)},
-                lists={"alerts": [alert_row(view) for view in views]},
-                more={"alerts": "give run and state, or a larger max_kb"},
-                units=_UNITS,
-                next=('search_docs(query="runbook ALERT_NAME")',) if views else (),
-            ),
-            max_kb=max_kb,
-        )
+        return ToolResponse(
+            facts={"num_alerts": len(views)},
+            lists={"alerts": [alert_row(view) for view in views]},
+            more={"alerts": "give run and state, or a larger max_kb"},
+            units=_UNITS,
+            next=('search_docs(query="runbook ALERT_NAME")',) if views else (),
+        ).render(max_kb=max_kb)
 
     def decisions(
-        self,
-        run: str = "",
-        from_step: int = 0,
-        to_step: int = MAX_STEP,
-        max_kb: int = DEFAULT_KB,
+        self, run: str = "", from_step: int = 0, to_step: int = MAX_STEP, max_kb: int = DEFAULT_KB
     ) -> str:
         """List what Vitals decided, latest first, with the evidence: values, limits, reasons.
 
@@ -493,15 +459,12 @@ class RunTools:
         views = [view for view in ledger if from_step <= view.decision.step <= to_step]
         rows = [decision_row(view) for view in reversed(views)]
         steps = [view.decision.step for view in views[-1:]]
-        return render_tool_response(
-            ToolResponse(
-                facts={"run_id": run_id_text(summary.run_id), "num_decisions": len(rows)},
-                lists={"decisions": rows},
-                more={"decisions": "give from_step and to_step, or a larger max_kb"},
-                next=tuple(f'why(run="{summary.run_id}", step={step})' for step in steps),
-            ),
-            max_kb=max_kb,
-        )
+        return ToolResponse(
+            facts={"run_id": run_id_text(summary.run_id), "num_decisions": len(rows)},
+            lists={"decisions": rows},
+            more={"decisions": "give from_step and to_step, or a larger max_kb"},
+            next=tuple(f'why(run="{summary.run_id}", step={step})' for step in steps),
+        ).render(max_kb=max_kb)
 
     def checkpoints(self, run: str = "", max_kb: int = DEFAULT_KB) -> str:
         """List checkpoints and snapshots, latest first: only healthy ones are rolled back to.
@@ -525,14 +488,11 @@ class RunTools:
             }
             for view in reversed(views)
         ]
-        return render_tool_response(
-            ToolResponse(
-                facts={"run_id": run_id_text(summary.run_id), "num_checkpoints": len(rows)},
-                lists={"checkpoints": rows},
-                units={"time": "UTC"},
-            ),
-            max_kb=max_kb,
-        )
+        return ToolResponse(
+            facts={"run_id": run_id_text(summary.run_id), "num_checkpoints": len(rows)},
+            lists={"checkpoints": rows},
+            units={"time": "UTC"},
+        ).render(max_kb=max_kb)
 
     def goodput(self, run: str = "", max_kb: int = DEFAULT_KB) -> str:
         """Show where the wall time went: productive, waiting, lost, down; failures and cost.
@@ -543,27 +503,24 @@ class RunTools:
         """
         with self._open_run(run) as (reader, summary):
             view = reader.ask(GoodputQuestion(run_id=summary.run_id))
-        return render_tool_response(
-            ToolResponse(
-                facts={
-                    "run_id": run_id_text(view.run_id),
-                    "wall_seconds": (view.end_unix_ns - view.begin_unix_ns) / 1e9,
-                    "goodput_ratio": view.ratio,
-                    "seconds": {name: ns / 1e9 for name, ns in view.nanoseconds.items() if ns},
-                    "steps": view.steps,
-                    "lost_steps": view.lost_steps,
-                    "num_failures": view.num_failures,
-                    "mean_seconds_to_failure": view.mttf_seconds,
-                    "mean_seconds_to_recovery": view.mttr_seconds,
-                    "gpu_hours": view.gpu_hours,
-                    "price": view.money,
-                    "energy_joules": view.energy_joules,
-                },
-                lists={"unknown": [Story(note) for note in view.notes]},
-                next=_next_call("ranks", view.run_id),
-            ),
-            max_kb=max_kb,
-        )
+        return ToolResponse(
+            facts={
+                "run_id": run_id_text(view.run_id),
+                "wall_seconds": (view.end_unix_ns - view.begin_unix_ns) / 1e9,
+                "goodput_ratio": view.ratio,
+                "seconds": {name: ns / 1e9 for name, ns in view.nanoseconds.items() if ns},
+                "steps": view.steps,
+                "lost_steps": view.lost_steps,
+                "num_failures": view.num_failures,
+                "mean_seconds_to_failure": view.mttf_seconds,
+                "mean_seconds_to_recovery": view.mttr_seconds,
+                "gpu_hours": view.gpu_hours,
+                "price": view.money,
+                "energy_joules": view.energy_joules,
+            },
+            lists={"unknown": [Story(note) for note in view.notes]},
+            next=_next_call("ranks", view.run_id),
+        ).render(max_kb=max_kb)
 
     def forecast(
         self, run: str = "", other: str = "", total_steps: int = 0, max_kb: int = DEFAULT_KB
@@ -585,20 +542,17 @@ class RunTools:
                     other=_find(opened, other).run_id if other else "",
                 )
             )
-        return render_tool_response(
-            ToolResponse(
-                facts={
-                    "run_id": run_id_text(view.run_id),
-                    **{name.replace(" ", "_"): Story(text) for name, text in view.facts()},
-                    "finish": utc_time(view.finish_unix_ns),
-                    "finish_low": utc_time(view.finish_low_unix_ns),
-                    "finish_high": utc_time(view.finish_high_unix_ns),
-                    "seconds_per_step": view.seconds_per_step,
-                },
-                units={"finish": "UTC; four runs in five end between low and high"},
-            ),
-            max_kb=max_kb,
-        )
+        return ToolResponse(
+            facts={
+                "run_id": run_id_text(view.run_id),
+                **{name.replace(" ", "_"): Story(text) for name, text in view.facts()},
+                "finish": utc_time(view.finish_unix_ns),
+                "finish_low": utc_time(view.finish_low_unix_ns),
+                "finish_high": utc_time(view.finish_high_unix_ns),
+                "seconds_per_step": view.seconds_per_step,
+            },
+            units={"finish": "UTC; four runs in five end between low and high"},
+        ).render(max_kb=max_kb)
 
     def search_docs(self, query: str, num: int = 3, max_kb: int = DEFAULT_KB) -> str:
         """Search the documentation of Vitals: guides, integrations, runbook, settings, API.
@@ -612,23 +566,20 @@ class RunTools:
             split_sections(load_pages()), query[:MAX_QUERY], min(max(num, 1), 10)
         )
         room = 1024 * min(max(max_kb, 1), 32) * 3 // 4 // max(1, len(sections))
-        return render_tool_response(
-            ToolResponse(
-                facts={"num_sections": len(sections)},
-                lists={
-                    "sections": [
-                        {
-                            "page": Fixed(section.page),
-                            "title": Fixed(section.title),
-                            "text": Fixed(_excerpt(section.text, room)),
-                        }
-                        for section in sections
-                    ]
-                },
-                next=("resource vitals://docs/PAGE (without .md) for a complete page",),
-            ),
-            max_kb=max_kb,
-        )
+        return ToolResponse(
+            facts={"num_sections": len(sections)},
+            lists={
+                "sections": [
+                    {
+                        "page": Fixed(section.page),
+                        "title": Fixed(section.title),
+                        "text": Fixed(_excerpt(section.text, room)),
+                    }
+                    for section in sections
+                ]
+            },
+            next=("resource vitals://docs/PAGE (without .md) for a complete page",),
+        ).render(max_kb=max_kb)
 
     def audit(self, log: str, start: int = 0, max_kb: int = DEFAULT_KB) -> str:
         """Audit a log of a run that Vitals did not watch: what it would have done, and when.
@@ -652,14 +603,11 @@ class RunTools:
         first, num = min(max(start, 0), len(report)), 600 * min(max(max_kb, 1), 32)
         end = min(first + num, len(report))
         rest = f"characters {end} to {len(report)}: audit(log=..., start={end})"
-        return render_tool_response(
-            ToolResponse(
-                facts={"characters": len(report)},
-                lists={"report": [Story(line) for line in report[first:end].splitlines() if line]},
-                omitted=(rest,) if end < len(report) else (),
-            ),
-            max_kb=max_kb,
-        )
+        return ToolResponse(
+            facts={"characters": len(report)},
+            lists={"report": [Story(line) for line in report[first:end].splitlines() if line]},
+            omitted=(rest,) if end < len(report) else (),
+        ).render(max_kb=max_kb)
 
     def sql(self, query: str, limit: int = 50, max_kb: int = DEFAULT_KB) -> str:
         """Query the collector's data with one SELECT in DuckDB SQL, read-only.
@@ -675,20 +623,18 @@ class RunTools:
         """
         assert self.data is not None
         rows = run_sql(self.data, query, min(max(limit, 1), MAX_SQL_ROWS))
-        return render_tool_response(
-            ToolResponse(
-                facts={"num_rows": len(rows)},
-                lists={
-                    "columns": list(rows[0]) if rows else [],
-                    "rows": [list(row.values()) for row in rows],
-                },
-                more={"rows": "aggregate in the query, or give a larger max_kb"},
-            ),
-            max_kb=max_kb,
-        )
+        return ToolResponse(
+            facts={"num_rows": len(rows)},
+            lists={
+                "columns": list(rows[0]) if rows else [],
+                "rows": [list(row.values()) for row in rows],
+            },
+            more={"rows": "aggregate in the query, or give a larger max_kb"},
+        ).render(max_kb=max_kb)
 
     @contextmanager
     def _open_run(self, run: str) -> Iterator[tuple[Reader, RunSummary]]:
+        """Provide a reader, and the run that an assistant named."""
         with self.source.open() as opened:
             yield opened.reader, _find(opened, run)
 
@@ -700,7 +646,7 @@ def error_text(error: VitalsError) -> str:
 
 
 def run_sql(data: Path, query: str, limit: int) -> list[dict[str, Any]]:
-    """Return the rows of `vitals sql`, which checks the query and limits its memory and time.
+    """Return rows of `vitals sql` for an assistant: it checks the query, limits memory and time.
 
     It runs in its own process: the engine cannot interrupt every function.
 
@@ -741,7 +687,7 @@ def _find(opened: OpenedReader, run: str) -> RunSummary:
 
 
 def _resolve_log_path(folder: Path, name: str) -> Path:
-    """Return the path of a log below the directory.
+    """Return the path of a log that an assistant named; it has to be below the directory.
 
     Raises:
         UsageError: it is outside, also through a symbolic link.
@@ -769,15 +715,16 @@ def _excerpt(text: str, num: int) -> str:
 
 
 def _mark_incident_id(incident_id: str) -> str:
+    """Return an incident's id marked as data, for an MCP tool."""
     return mark_as_data(incident_id, 1_000)
 
 
 def _next_call(tool: str, run_id: str) -> tuple[str, ...]:
-    """Return the tool call that an MCP response suggests next."""
     return (f'{tool}(run="{run_id}")',)
 
 
 def _omitted_values_note(num_points: int, num_values: int) -> tuple[str, ...]:
+    """Return the note of an MCP tool that its curve omits values; empty if it has all of them."""
     if num_points >= num_values:
         return ()
     return (

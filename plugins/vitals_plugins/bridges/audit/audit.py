@@ -19,7 +19,7 @@ from trainvitals.detect.registry import KINDS as FINDING_KINDS
 from trainvitals.document.blocks import Block, Heading, Paragraph, TableBlock
 from trainvitals.judged_log import Cadence, JudgedStep, LoggedStep
 from trainvitals.records import SEVERITY_WORDS, Severity
-from trainvitals.units import humanize_seconds
+from trainvitals.units import humanize_count, humanize_seconds
 from vitals_collector.report.charts import CurvePlot
 from vitals_collector.report.curves import CurveMark, decision_mark, log_curve
 from vitals_plugins.bridges.importers import ImportedLog
@@ -86,18 +86,18 @@ class LogAlarm:
 
     @property
     def action(self) -> str:
-        """The most severe action; "" for none."""
+        """Return Vitals' most severe action in this part of the audited log; "" for none."""
         return next((name for name in _ACTIONS if name in self.actions), "")
 
     @property
     def is_false_alarm(self) -> bool:
-        """Whether it would have alerted, or undone work, for a problem that passed by itself."""
+        """Return whether it would have alerted, or undone work, for a passing problem."""
         disturbs = self.severity == "page" or self.action in ("rollback", "halt")
         return disturbs and self.ending == "recovered" and self.end_rows <= PROMPT_ROWS
 
     @property
     def lost_steps(self) -> int | None:
-        """Steps that the actual run lost; None if the log does not show it."""
+        """Return the steps that the actual run lost; None if the log does not show it."""
         if self.ending in ("unknown", "log ends"):
             return None
         begin = self.onset_step if self.back_to is None else min(self.back_to, self.onset_step)
@@ -105,7 +105,7 @@ class LogAlarm:
 
     @property
     def cost_steps(self) -> int:
-        """Steps that what Vitals would have done costs."""
+        """Return the steps that what Vitals would have done in the audited run costs."""
         if self.action == "rollback" and self.rollback_to is not None:
             return max(0, (self.acted_step or self.onset_step) - self.rollback_to)
         if self.action == "halt":
@@ -114,7 +114,7 @@ class LogAlarm:
 
     @property
     def saved_steps(self) -> int:
-        """Steps that Vitals' actions would have saved."""
+        """Return the steps that Vitals' actions would have saved in the audited run."""
         if (
             self.action not in ("rollback", "halt")
             or self.is_false_alarm
@@ -207,7 +207,7 @@ def audit(
     assumptions: Sequence[str],
     lacking: Sequence[str] = (),
 ) -> Audit:
-    """Group alarms, and compare each with the rest of the log.
+    """Group the alarms of an audited log, and compare each with the rest of the log.
 
     Args:
         history: the log.
@@ -242,7 +242,7 @@ def audit(
 def _add_alarms(
     judged: JudgedStep, index: int, alarms: list[LogAlarm], marks: list[CurveMark], loss_kind: str
 ) -> None:
-    """Add a record's findings and decisions to the alarms."""
+    """Add the findings and decisions on an audited record to the alarms."""
     decision = judged.judgement.decision
     for finding in judged.judgement.findings:
         kind = FINDING_KINDS.get(finding.kind)
@@ -274,7 +274,7 @@ def _add_alarms(
 def _alarm_at(
     index: int, domain: str, alarms: list[LogAlarm], step: int, onset_step: int
 ) -> LogAlarm:
-    """Return the alarm that continues at this record, or a new one."""
+    """Return the audit's alarm that continues at this record, or a new one."""
     for alarm in reversed(alarms[-8:]):
         if alarm.domain == domain and index - alarm.last_row <= NEAR_ROWS:
             return alarm
@@ -291,7 +291,6 @@ def _alarm_at(
 
 
 def _extend_alarm(alarm: LogAlarm, index: int, step: int, reason: str) -> None:
-    """Extend an audit's alarm to another record of the log, with its reason."""
     alarm.last_row = index
     alarm.first_step, alarm.last_step = min(alarm.first_step, step), max(alarm.last_step, step)
     if len(alarm.reasons) < MAX_LINES:
@@ -319,12 +318,9 @@ class _Trouble(NamedTuple):
 
 
 def _judge_ending(
-    alarm: LogAlarm,
-    log: Sequence[LoggedStep],
-    restarts: Sequence[int],
-    before: _Trouble | None,
+    alarm: LogAlarm, log: Sequence[LoggedStep], restarts: Sequence[int], before: _Trouble | None
 ) -> _Trouble | None:
-    """Set how an alarm ended, from the log after it, and return the trouble it reported.
+    """Set how an audit's alarm ended, from the log after it; return the trouble it reported.
 
     The reference loss comes from before the onset: when a detector reports a slow rise, the records
     just before the report are part of the rise. The duration also counts from the onset. A rise
@@ -351,7 +347,7 @@ def _judge_ending(
 
 
 def _place_of_onset(alarm: LogAlarm, log: Sequence[LoggedStep], restarts: Sequence[int]) -> int:
-    """Return the position of the problem's first record, within the same start of the run."""
+    """Return the position of the audited problem's first record, in the same start of the run."""
     begin = max((index for index in restarts if index <= alarm.first_row), default=0)
     index = alarm.first_row
     while index > begin and alarm.onset_step <= log[index - 1].step:
@@ -362,7 +358,7 @@ def _place_of_onset(alarm: LogAlarm, log: Sequence[LoggedStep], restarts: Sequen
 def _recovery_test(
     alarm: LogAlarm, log: Sequence[LoggedStep], onset: int
 ) -> Callable[[LoggedStep], bool] | None:
-    """Return a test whether a record shows recovery; None if the log cannot show it."""
+    """Return a test whether an audited record shows recovery; None if the log cannot show it."""
     before = log[max(0, onset - REFERENCE_ROWS) : onset]
     if alarm.is_flat:
         # A loss that did not fall has no earlier level: the problem ends when the loss falls.
@@ -382,12 +378,9 @@ def _recovery_test(
 
 
 def _ending_at_log_end(
-    alarm: LogAlarm,
-    log: Sequence[LoggedStep],
-    onset: int,
-    is_back: Callable[[LoggedStep], bool],
+    alarm: LogAlarm, log: Sequence[LoggedStep], onset: int, is_back: Callable[[LoggedStep], bool]
 ) -> Ending:
-    """Return how trouble ended that is not over by the log's end.
+    """Return the ending of trouble that is not over by the audited log's end.
 
     A problem that lasted from its onset to the end has an answer. After only a few records since
     the onset, or since the recovery, the outcome is unknown.
@@ -399,7 +392,7 @@ def _ending_at_log_end(
 
 
 def _reference_loss_range(before: Sequence[LoggedStep]) -> tuple[float, float] | None:
-    """Return the range of the reference loss; None with too few records before."""
+    """Return the audited log's range of the reference loss; None with too few records before."""
     losses = [_loss_or_nan(logged) for logged in before if math.isfinite(_loss_or_nan(logged))]
     if len(losses) < RECOVERY_ROWS:
         return None
@@ -412,7 +405,7 @@ def _reference_loss_range(before: Sequence[LoggedStep]) -> tuple[float, float] |
 def _find_recovery(
     log: Sequence[LoggedStep], start: int, stop: int, is_back: Callable[[LoggedStep], bool]
 ) -> int | None:
-    """Return the first of ten consecutive records of which at least eight have recovered."""
+    """Return the first of ten consecutive audited records of which at least eight are recovered."""
     away = 0
     for index in range(start, stop):
         away += not is_back(log[index])
@@ -425,18 +418,17 @@ def _find_recovery(
 
 
 def _is_finite(logged: LoggedStep) -> bool:
-    """Return whether all values of a record are finite: Trainer logs a NaN loss as 0."""
+    """Return whether an audited record's values are all finite: Trainer logs a NaN loss as 0."""
     norm = logged.grad_norm
     return math.isfinite(_loss_or_nan(logged)) and (norm is None or math.isfinite(norm))
 
 
 def _loss_or_nan(logged: LoggedStep) -> float:
-    """Return the loss of an audited log's record; NaN without one."""
     return math.nan if logged.loss is None else logged.loss
 
 
 def _step_seconds(log: Sequence[LoggedStep]) -> float | None:
-    """Return the usual duration of a step, as logged or from the times of the records."""
+    """Return a step's usual duration in an audited log, as logged or from the records' times."""
     logged = [record.step_seconds for record in log if record.step_seconds is not None]
     if logged:
         return statistics.median(logged)
@@ -469,8 +461,9 @@ def audit_blocks(audit: Audit, title: str) -> list[Block]:
 
 
 def _summarize_audit(audit: Audit) -> str:
+    """Return an audit's first paragraph: records, skips, rollbacks, halts, pages, false alarms."""
     log, alarms = audit.history.steps, audit.alarms
-    text = f"{_format_count(len(log), 'record')}, steps {log[0].step:,} to {log[-1].step:,}. "
+    text = f"{humanize_count(len(log), 'record')}, steps {log[0].step:,} to {log[-1].step:,}. "
     skips = sum(alarm.actions.get("skip_step", 0) for alarm in alarms)
     backs = sum(alarm.actions.get("rollback", 0) for alarm in alarms)
     halts = sum(alarm.actions.get("halt", 0) for alarm in alarms)
@@ -481,13 +474,13 @@ def _summarize_audit(audit: Audit) -> str:
         lacking = ", ".join(audit.lacking)
         return f"{text} That says nothing of {lacking}." if lacking else text
     text += (
-        f"Vitals would have skipped {_format_count(skips, 'update')}, rolled back "
+        f"Vitals would have skipped {humanize_count(skips, 'update')}, rolled back "
         f"{_format_times(backs)}, "
     )
     text += f"stopped the run {_format_times(halts)}, and paged {_format_times(pages)}, in "
-    text += f"{_format_count(len(alarms), 'alarm')}. "
+    text += f"{humanize_count(len(alarms), 'alarm')}. "
     text += (
-        f"{_format_count(wrong, 'alarm')} {'looks' if wrong == 1 else 'look'} wrong. "
+        f"{humanize_count(wrong, 'alarm')} {'looks' if wrong == 1 else 'look'} wrong. "
         if wrong
         else ""
     )
@@ -496,6 +489,7 @@ def _summarize_audit(audit: Audit) -> str:
 
 
 def _alarm_blocks(audit: Audit) -> list[Block]:
+    """Return the table of an audit's alarms, the most severe if there are too many."""
     if not audit.alarms:
         return []
     order = sorted(
@@ -534,17 +528,17 @@ def _alarm_blocks(audit: Audit) -> list[Block]:
 
 
 def _format_step_span(alarm: LogAlarm) -> str:
+    """Return the first and last step of an audit's alarm as text."""
     first, last = alarm.first_step, alarm.last_step
     return f"{first}" if first == last else f"{first} to {last}"
 
 
 def _format_actions(alarm: LogAlarm) -> str:
-    """Return the actions of Vitals in an audit's alarm as text."""
     parts = []
     for action, phrase in reversed(_ACTIONS.items()):
         num = alarm.actions.get(action, 0)
         if action == "skip_step" and num:
-            parts.append(f"skip {_format_count(num, 'update')}")
+            parts.append(f"skip {humanize_count(num, 'update')}")
         elif num:
             parts.append(phrase + (f" to step {alarm.rollback_to}" if action == "rollback" else ""))
     if any(action in alarm.further for action in ("rollback", "halt")):
@@ -557,7 +551,6 @@ def _format_actions(alarm: LogAlarm) -> str:
 
 
 def _ending_text(alarm: LogAlarm) -> str:
-    """Return the ending of an audit's alarm in the log, as text."""
     match alarm.ending:
         case "recovered" if alarm.is_flat:
             return f"loss fell at step {alarm.end_step}"
@@ -575,7 +568,6 @@ def _ending_text(alarm: LogAlarm) -> str:
 
 
 def _judgement_text(alarm: LogAlarm) -> str:
-    """Return whether an audit's alarm looks right or wrong, as text."""
     if alarm.is_false_alarm:
         return "looks wrong: it passed by itself"
     if alarm.ending in ("not recovered", "restarted"):
@@ -588,6 +580,7 @@ def _judgement_text(alarm: LogAlarm) -> str:
 
 
 def _plot_blocks(audit: Audit) -> list[Block]:
+    """Return the plots of an audited log's loss and gradient norm, with alarms above level log."""
     grave = [alarm for alarm in audit.alarms if alarm.severity != "log"]
     spans = [(alarm.first_step, alarm.last_step) for alarm in grave]
     log = audit.history.steps
@@ -601,7 +594,7 @@ def _plot_blocks(audit: Audit) -> list[Block]:
 
 
 def _savings_blocks(audit: Audit) -> list[Block]:
-    """Describe the savings of each action, and their assumptions."""
+    """Describe the savings of each action in an audit, and their assumptions."""
     acting = [a for a in audit.alarms if a.action in ("rollback", "halt") or a.severity == "page"]
     if not acting:
         return []
@@ -642,14 +635,14 @@ def _savings_blocks(audit: Audit) -> list[Block]:
 
 def _format_duration(audit: Audit, steps: int) -> str:
     """Return lost or saved steps as text, with hours if the audited log has times."""
-    text = _format_count(steps, "step")
+    text = humanize_count(steps, "step")
     if audit.step_seconds is None:
         return text
     seconds = steps * audit.step_seconds
     text += f" ({humanize_seconds(seconds)}"
     if audit.gpus:
         text += (
-            f", {seconds * audit.gpus / 3600:,.3g} GPU-hours on {_format_count(audit.gpus, 'GPU')}"
+            f", {seconds * audit.gpus / 3600:,.3g} GPU-hours on {humanize_count(audit.gpus, 'GPU')}"
         )
     return text + ")"
 
@@ -681,14 +674,5 @@ def _limits(audit: Audit) -> list[str]:
     return limit_texts + list(audit.history.notes)
 
 
-def _format_count(num: int, what: str) -> str:
-    """Return a count with its noun, for an audit's text."""
-    return f"{num:,} {what}" + ("" if num == 1 else "s")
-
-
 def _format_times(num: int) -> str:
-    """Return a number of times as text for an audit: never, once, twice."""
     return {0: "never", 1: "once", 2: "twice"}.get(num, f"{num:,} times")
-
-
-__all__ = ["Audit", "LogAlarm", "audit", "audit_blocks"]

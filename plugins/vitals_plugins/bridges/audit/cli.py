@@ -28,8 +28,7 @@ Log = Annotated[
     ),
 ]
 Html = Annotated[
-    Path | None,
-    typer.Option(help="Write one self-contained page: no scripts, no other files."),
+    Path | None, typer.Option(help="Write one self-contained page: no scripts, no other files.")
 ]
 Form = Annotated[
     Literal["text", "json"],
@@ -75,12 +74,12 @@ def audit(
 
 
 def audit_title(log: Path) -> str:
-    """Return the name of a log: a report may be sent to others, so it omits the directory."""
+    """Return an audited log's name without its directory: a report may be sent to others."""
     return printable(log.name or str(log))
 
 
 def audit_log(log: Path, settings: ReplayLogOptions, *, gpus: int = 0) -> "Audit":
-    """Return the audit of a log.
+    """Read a log of another tool, and return its audit.
 
     Raises:
         UsageError: there is no such log, or it contains runs that Vitals watched.

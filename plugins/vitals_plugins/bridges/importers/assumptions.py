@@ -33,7 +33,7 @@ class Assumed:
 
 
 def assumptions(history: ImportedLog, assumed: Assumed) -> list[str]:
-    """Describe missing data, assumptions, and anomalies of a log."""
+    """Describe missing data, assumptions, and anomalies of an imported log."""
     cadence = measure_log_cadence(history.steps)
     return [
         *_judging_assumptions(assumed, cadence),
@@ -55,7 +55,7 @@ def about(history: ImportedLog) -> str:
 
 
 def _judging_assumptions(assumed: Assumed, cadence: Cadence) -> list[str]:
-    """Describe missing data and assumptions of a log."""
+    """Describe how an imported log is judged: missing data and assumptions."""
     unit = "records" if cadence.counts_records else "steps"
     text = f"judged as in {assumed.mode} with a readback lag of {LAG} step, as live"
     if assumed.mode != "guard":
@@ -79,7 +79,7 @@ def _judging_assumptions(assumed: Assumed, cadence: Cadence) -> list[str]:
 
 
 def unavailable_checks(config: JudgeConfig, num_records: int) -> list[str]:
-    """Return the checks for which the log is too short, each with the required length."""
+    """Return the checks for which an imported log is too short, each with the required length."""
     needs = (
         ("spikes", config.detect.loss.warm_up),
         ("steps to be skipped, unless they are not finite", config.outlier.warm_up),
@@ -102,6 +102,7 @@ def _short_log_notes(config: JudgeConfig, num_records: int) -> list[str]:
 
 
 def _cadence_notes(cadence: Cadence, num_records: int) -> list[str]:
+    """Return notes on the steps of an imported log: backwards, repeated, or out of order."""
     notes = []
     if 2 * len(cadence.restarts) > num_records:
         notes.append(
@@ -123,7 +124,7 @@ def _cadence_notes(cadence: Cadence, num_records: int) -> list[str]:
 
 
 def _overflows(num: int) -> list[str]:
-    """Describe the rows that were taken for skips of a loss scaler."""
+    """Describe the rows of an imported log that were taken for skips of a loss scaler."""
     if not num:
         return []
     return [
@@ -134,12 +135,9 @@ def _overflows(num: int) -> list[str]:
 
 
 def _format_records(records: int) -> str:
+    """Return a number of records as text, for notes on an imported log."""
     return f"{records} record" + ("" if records == 1 else "s")
 
 
 def _format_times(num: int) -> str:
-    """Return a number of times as text, for notes on an imported log."""
     return "once" if num == 1 else f"{num} times"
-
-
-__all__ = ["Assumed", "about", "assumptions", "unavailable_checks"]

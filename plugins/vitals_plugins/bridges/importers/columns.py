@@ -5,15 +5,17 @@ import difflib
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Literal
+from pathlib import Path
+from typing import Literal, TypeVar
 
 from trainvitals.errors import FormatError, UsageError
 from trainvitals.judged_log import LoggedStep
 
+T = TypeVar("T")
 Role = Literal[
     "step", "loss", "grad_norm", "lr", "loss_scale", "step_seconds", "tokens_per_second",
     "data_seconds", "time", "evaluation_seconds",
@@ -89,11 +91,11 @@ class ColumnChoice:
     evaluation_seconds: str | None = None
 
     def named(self) -> list[str]:
-        """Return the names of the given options."""
+        """Return the column options that were given for importing a log."""
         return [_option_name(role) for role in KNOWN if getattr(self, role) is not None]
 
     def may_match(self, name: str) -> bool:
-        """Return whether a column of that name may be one of those; others are not stored."""
+        """Return whether a log's column may be one of those; others are not stored."""
         names = tuple(getattr(self, role) for role in KNOWN)
         plain_name = normalize_column_name(name)
         return plain_name in _USUAL or any(
@@ -125,7 +127,7 @@ class ImportedLog:
 def choose_columns(
     names: Sequence[str], column_options: ColumnChoice, source: str
 ) -> dict[Role, str]:
-    """Return which column is which.
+    """Return which column of an imported log has which role.
 
     Raises:
         UsageError: there is no step, neither a loss nor a gradient norm, or a name fits several.
@@ -146,6 +148,7 @@ def choose_columns(
 
 
 def _match_column(names: Sequence[str], role: Role, requested: str, source: str) -> str:
+    """Return the log's column that an option names; an unknown or ambiguous name is an error."""
     matches = [name for name in names if name == requested]
     matches = matches or [
         name for name in names if normalize_column_name(name) == normalize_column_name(requested)
@@ -164,6 +167,7 @@ def _match_column(names: Sequence[str], role: Role, requested: str, source: str)
 def _find_usual_column(
     names: Sequence[str], role: Role, usual_names: Sequence[str], source: str
 ) -> str | None:
+    """Return the log's column with a role's usual name; None without one."""
     by_plain: dict[str, list[str]] = {}
     for name in names:
         by_plain.setdefault(normalize_column_name(name), []).append(name)
@@ -177,6 +181,7 @@ def _find_usual_column(
 
 
 def _ambiguous_column_error(role: Role, matches: Sequence[str], source: str) -> UsageError:
+    """Return the error that several columns of a log may have a role."""
     return UsageError(
         f"{source}: {len(matches)} columns may be the {role}: {_format_names(matches)}",
         hint=f"choose one with {_option_name(role)} NAME, or rename the columns",
@@ -186,6 +191,7 @@ def _ambiguous_column_error(role: Role, matches: Sequence[str], source: str) -> 
 def _missing_column_error(
     role: Role, looked_for: Sequence[str], names: Sequence[str], source: str, *, what: str = ""
 ) -> UsageError:
+    """Return the error that no column of a log has a role."""
     # Likely names come first.
     usual_names = (
         ("step", "iter", "update", "epoch") if role == "step" else ("loss", "grad", "norm")
@@ -210,13 +216,13 @@ def _format_names(names: Iterable[str]) -> str:
 
 
 def _option_name(role: Role) -> str:
-    """Return the command-line option that names the column of a role."""
+    """Return the command-line option that names a log's column of a role."""
     return "--" + role.replace("_", "-")
 
 
 @lru_cache(maxsize=4096)
 def normalize_column_name(name: str) -> str:
-    """Return the name in lower case, with ``_`` instead of other characters."""
+    """Return a log column's name in lower case, with ``_`` instead of other characters."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
@@ -269,7 +275,7 @@ def parse_step(value: object) -> int | None:
 
 
 def parse_time(value: object) -> float | None:
-    """Return a cell's time, in seconds since 1970; None if it is not one.
+    """Return the time in a log's cell, in seconds since 1970; None if it is not one.
 
     Logs write seconds, milliseconds, microseconds or nanoseconds, or a date as ISO 8601 has it.
     """
@@ -291,132 +297,86 @@ def parse_time(value: object) -> float | None:
     return None
 
 
+_NUMBERS: dict[Role, str] = {
+    "loss": "loss",
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+    "loss_scale": "loss scale",
+    "step_seconds": "step time",
+    "tokens_per_second": "tokens per second",
+    "data_seconds": "wait for data",
+}
+"""Names in error messages of the numbers of a ``LoggedStep``, in its order."""
+
+
 class ImportedRows:
     """Collects records, counts invalid rows, and names cells that are not numbers."""
 
-    def __init__(self, source: str, where: str) -> None:
-        self.steps: list[LoggedStep] = []
-        self.evaluations: dict[int, float] = {}
+    def __init__(self, source: Path, where: str, columns: Mapping[Role, str]) -> None:
+        self._source, self._where, self._columns = str(source), where, columns
+        self._steps: list[LoggedStep] = []
+        self._evaluations: dict[int, float] = {}
         """Seconds by the index of the next step: they follow the step at which they are logged."""
-        self._source = source
-        self._where = where
         self._dropped: Counter[str] = Counter()
 
-    def add(
-        self,
-        row: int,
-        step: object,
-        loss: object,
-        grad_norm: object,
-        lr: object,
-        loss_scale: object = None,
-        step_seconds: object = None,
-        tokens_per_second: object = None,
-        data_seconds: object = None,
-        time: object = None,
-        evaluation_seconds: object = None,
-    ) -> None:
-        """Add one record, in the order of the log. A record without values is skipped.
+    def add_named(self, row: int, cells: Mapping[str, object]) -> None:
+        """Add the record that a row of cells by column name holds; see ``add``."""
+        self.add(row, {role: cells.get(name) for role, name in self._columns.items()})
+
+    def add(self, row: int, cells: Mapping[Role, object]) -> None:
+        """Add one record, in the order of the imported log; skip one without values.
 
         Raises:
             FormatError: a cell is not a number.
         """
-        self._add_row(row, step, loss, grad_norm, lr, loss_scale, step_seconds, tokens_per_second,
-                  data_seconds, time)  # fmt: skip
+        self._add_step(row, cells)
         with contextlib.suppress(ValueError):
-            evaluated = parse_number(evaluation_seconds)
+            evaluated = parse_number(cells.get("evaluation_seconds"))
             if evaluated is not None and 0 < evaluated < math.inf:
-                index = len(self.steps)
-                self.evaluations[index] = self.evaluations.get(index, 0.0) + evaluated
+                index = len(self._steps)
+                self._evaluations[index] = self._evaluations.get(index, 0.0) + evaluated
 
-    def _add_row(
-        self,
-        row: int,
-        step: object,
-        loss: object,
-        grad_norm: object,
-        lr: object,
-        loss_scale: object,
-        step_seconds: object,
-        tokens_per_second: object,
-        data_seconds: object,
-        time: object,
-    ) -> None:
+    def _add_step(self, row: int, cells: Mapping[Role, object]) -> None:
+        numbers: list[float | None] = []
+        for role, name in _NUMBERS.items():
+            numbers.append(self._parse(row, name, cells.get(role), parse_number))
+            if role == "grad_norm" and numbers == [None, None]:
+                return  # neither a loss nor a gradient norm
+        step = self._parse(row, "step", cells.get("step"), parse_step)
+        if step is None:
+            self.skip_row("without a step")
+        else:
+            numbers.append(parse_time(cells.get("time")))
+            self._steps.append(LoggedStep(row, step, *numbers))
+
+    def _parse(self, row: int, name: str, value: object, parse: Callable[[object], T]) -> T:
         try:
-            name, value = "loss", loss
-            found_loss = parse_number(loss)
-            name, value = "gradient norm", grad_norm
-            found_norm = parse_number(grad_norm)
-            if found_loss is None and found_norm is None:
-                return
-            name, value = "learning rate", lr
-            found_lr = parse_number(lr)
-            name, value = "loss scale", loss_scale
-            scale = parse_number(loss_scale)
-            name, value = "step time", step_seconds
-            seconds = parse_number(step_seconds)
-            name, value = "tokens per second", tokens_per_second
-            speed = parse_number(tokens_per_second)
-            name, value = "wait for data", data_seconds
-            waited = parse_number(data_seconds)
-            name, value = "step", step
-            found_step = parse_step(step)
+            return parse(value)
         except ValueError as error:
+            text = repr(value)
+            text = text if len(text) <= 40 else f"{text[:37]}..."
+            options = ", ".join(map(_option_name, _ASKED))
             raise FormatError(
-                f"{self._source}: {self._where} {row}: the {name} is {_short_repr(value)}; it "
-                f"must be a "
+                f"{self._source}: {self._where} {row}: the {name} is {text}; it must be a "
                 f"{'whole number' if name == 'step' else 'number'}",
-                hint=f"correct the log, or name another column: "
-                f"{', '.join(map(_option_name, _ASKED))}",
+                hint=f"correct the log, or name another column: {options}",
             ) from error
-        if found_step is None:
-            self._dropped["without a step"] += 1
-            return
-        numbers = (
-            found_loss,
-            found_norm,
-            found_lr,
-            scale,
-            seconds,
-            speed,
-            waited,
-            parse_time(time),
-        )
-        self.steps.append(LoggedStep(row, found_step, *numbers))
 
     def skip_row(self, why: str) -> None:
-        """Count an invalid row."""
+        """Count an invalid row of the imported log."""
         self._dropped[why] += 1
 
-    def notes(self) -> list[str]:
-        """Return one sentence per reason for which rows were skipped."""
-        return [f"skipped rows {why}: {times:,}" for why, times in self._dropped.items()]
-
-
-def add_record(
-    rows: ImportedRows, row: int, cells: Mapping[str, object], columns: Mapping[Role, str]
-) -> None:
-    """Add the record that a row of named cells holds."""
-    values: list[object] = [cells.get(columns[role]) if role in columns else None for role in KNOWN]
-    rows.add(row, *values)
-
-
-def _short_repr(value: object) -> str:
-    """Return a cell of a log for an error message, cut to 40 characters."""
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-__all__ = [
-    "KNOWN",
-    "ColumnChoice",
-    "ImportedLog",
-    "ImportedRows",
-    "Role",
-    "add_record",
-    "choose_columns",
-    "normalize_column_name",
-    "parse_number",
-    "parse_step",
-    "parse_time",
-]  # fmt: skip
+    def to_log(
+        self, form: str, notes: Sequence[str] = (), *, total_seconds: float | None = None
+    ) -> ImportedLog:
+        """Return the log, with one note per reason for which rows were skipped."""
+        skipped = [f"skipped rows {why}: {times:,}" for why, times in self._dropped.items()]
+        return ImportedLog(
+            source=self._source,
+            form=form,
+            steps=self._steps,
+            columns=self._columns,
+            notes=[*skipped, *notes],
+            evaluations=self._evaluations,
+            total_seconds=total_seconds,
+        )

@@ -7,7 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 
 from trainvitals.errors import FormatError, UsageError
-from trainvitals.judged_log import LoggedStep
 from vitals_plugins.bridges.importers.columns import (
     KNOWN,
     ColumnChoice,
@@ -22,7 +21,7 @@ SEPARATORS = ",\t;|"
 
 
 def read_csv(path: Path, column_options: ColumnChoice) -> ImportedLog:
-    """Return the history; its rows are those below the head, blank lines not counted.
+    """Read the log in a CSV file; its rows are those below the head, blank lines not counted.
 
     Raises:
         FormatError: it is empty, or a cell is not a number.
@@ -47,12 +46,12 @@ def read_csv(path: Path, column_options: ColumnChoice) -> ImportedLog:
 
 
 def separator_of(line: str) -> str:
-    """Return the separator of a line's cells, if it has one."""
+    """Return the separator of a CSV line's cells, if it has one."""
     return max(SEPARATORS, key=line.count)
 
 
 def may_be_table(lines: Sequence[str]) -> bool:
-    """Return whether the first lines of a text may be those of a table, and not of prose."""
+    """Return whether a file's first lines may be those of a CSV table, and not of prose."""
     separator = separator_of(lines[0])
     head = [normalize_column_name(name) for name in lines[0].split(separator)]
     if is_numbers(lines[0]) or any(name in names for names in KNOWN.values() for name in head):
@@ -64,7 +63,7 @@ def may_be_table(lines: Sequence[str]) -> bool:
 
 
 def is_numbers(line: str) -> bool:
-    """Return whether every cell of a line is a number, and so not a column name."""
+    """Return whether every cell of a CSV line is a number, and so not a column name."""
     try:
         cells = [float(cell) for cell in line.strip().split(separator_of(line))]
     except ValueError:
@@ -79,8 +78,8 @@ def _read_rows(
     head = next(csv.reader(first, delimiter=separator))
     names = [name.strip() for name in head]
     columns = choose_columns(names, column_options, str(path))
-    places = [names.index(columns[role]) if role in columns else -1 for role in KNOWN]
-    rows = ImportedRows(str(path), "row")
+    places = {role: names.index(name) for role, name in columns.items()}
+    rows = ImportedRows(path, "row", columns)
     row = -1
     for cells in csv.reader(lines, delimiter=separator):
         if not cells:
@@ -89,24 +88,16 @@ def _read_rows(
         if cells == head:
             rows.skip_row("that repeat the head")
             continue
-        rows.add(row, *(_cell(cells, position) for position in places))
-    history = ImportedLog(
-        source=str(path),
-        form="CSV",
-        steps=rows.steps,
-        columns=columns,
-        notes=rows.notes(),
-        evaluations=rows.evaluations,
-    )
-    return _reverse_history(history) if _newest_first(history.steps) else history
-
-
-def _newest_first(steps: Sequence[LoggedStep]) -> bool:
-    return len(steps) > 2 and all(b.step < a.step for a, b in pairwise(steps))
+        # A line may be shorter than the head.
+        rows.add(row, {role: cells[at] for role, at in places.items() if at < len(cells)})
+    history = rows.to_log("CSV")
+    steps = history.steps
+    is_reversed = len(steps) > 2 and all(b.step < a.step for a, b in pairwise(steps))
+    return _reverse_history(history) if is_reversed else history
 
 
 def _reverse_history(history: ImportedLog) -> ImportedLog:
-    """Return the history with its last record first."""
+    """Return the history of a CSV log with its last record first."""
     return replace(
         history,
         steps=history.steps[::-1],
@@ -118,12 +109,7 @@ def _reverse_history(history: ImportedLog) -> ImportedLog:
     )
 
 
-def _cell(cells: Sequence[str], position: int) -> str | None:
-    """Return the cell; None if there is no such column, or the line is shorter."""
-    return cells[position] if 0 <= position < len(cells) else None
-
-
 def _without_nul(lines: Iterator[str]) -> Iterator[str]:
-    """Skip NUL bytes that a crash leaves at a file's end: blocks that were never written."""
+    """Skip the NUL bytes that a crash leaves at a CSV log's end: blocks never written."""
     for line in lines:
         yield line.replace("\0", "") if "\0" in line else line

@@ -21,7 +21,7 @@ _CHUNK = 1 << 20
 
 @contextlib.contextmanager
 def translate_read_errors(path: Path) -> Iterator[None]:
-    """Translate all errors in a block that reads the file to ours.
+    """Translate all errors in a block that reads a log file to ours.
 
     Raises:
         StorageError: the file cannot be read.
@@ -43,13 +43,13 @@ def translate_read_errors(path: Path) -> Iterator[None]:
 
 
 def read_head(path: Path, num_bytes: int = 4096) -> bytes:
-    """Return the first bytes of the file, decompressed if it is gzip."""
+    """Return the first bytes of a log file, decompressed if it is gzip."""
     with translate_read_errors(path), open_bytes(path) as file:
         return file.read(num_bytes)
 
 
 def read_whole(path: Path) -> bytes:
-    """Return all of the file, decompressed.
+    """Return all of a log file, decompressed.
 
     Raises:
         FormatError: it is larger than MAX_BYTES.
@@ -90,9 +90,11 @@ class _BoundedGzipReader(io.RawIOBase):
         self._num_left = max(MIN_UNPACKED_BYTES, MAX_RATIO * path.stat().st_size)
 
     def readable(self) -> bool:
+        """Return True: the compressed log can be read."""
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Decompress a part of a log into ``buffer``; an error above the bound."""
         part = self._file.read(len(buffer))
         self._num_left -= len(part)
         if self._num_left < 0:
@@ -104,17 +106,18 @@ class _BoundedGzipReader(io.RawIOBase):
         return len(part)
 
     def close(self) -> None:
+        """Close the compressed log file."""
         self._file.close()
         super().close()
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """Open the file, through gzip if its first bytes are gzip's."""
+    """Open a log file, through gzip if its first bytes are gzip's."""
     with path.open("rb") as file:
         is_gzip = file.read(2) == GZIP
     return io.BufferedReader(_BoundedGzipReader(path)) if is_gzip else path.open("rb")
 
 
 def open_text(path: Path) -> TextIO:
-    """Open the file as UTF-8 text, without a byte order mark."""
+    """Open a log file as UTF-8 text, without a byte order mark."""
     return io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="")

@@ -13,7 +13,7 @@ _OWN = 2.0
 
 
 def log_goodput(history: ImportedLog) -> Goodput:
-    """Return the goodput between the first record and the last.
+    """Return the goodput between the first and the last record of an imported log.
 
     A log has steps and, at best, times: time beyond a usual step is unknown. Steps that were logged
     again, after the log went back, are rolled back.
@@ -25,7 +25,7 @@ def log_goodput(history: ImportedLog) -> Goodput:
         raise UsageError(f"{history.source} has no step with a loss or a gradient norm")
     step = np.array([record.step for record in history.steps], np.int64)
     seconds, waited, at = (
-        np.array([_or_nan(value) for value in values])
+        np.array(values, np.float64)  # None becomes NaN
         for values in zip(
             *((r.step_seconds, r.data_seconds, r.time_seconds) for r in history.steps), strict=True
         )
@@ -41,7 +41,7 @@ def log_goodput(history: ImportedLog) -> Goodput:
     unseen = "" if history.evaluations else "evaluations, "
     notes = [
         f"A log does not tell starts, compilation, checkpoints, {unseen}hangs, or waits for "
-        "other ranks: what is longer than a usual step is unknown.",
+        "other ranks: what is longer than a usual step is unknown."
     ]
     if np.isfinite(at).all() and not np.isfinite(seconds).any() and at[-1] <= at[0]:
         problem = "has one step alone" if len(at) == 1 else "has times that do not rise"
@@ -105,7 +105,7 @@ def _goodput_without_times(history: ImportedLog, last_step: int) -> Goodput:
 def _record_times(
     at: Floats, seconds: Floats, num: Ints, is_back: Mask, evaluated: Floats
 ) -> tuple[Ints, Floats]:
-    """Return when each record ended, and the duration of its steps: as logged, or the usual one.
+    """Return when each imported record ended, and its steps' duration: as logged, or the usual.
 
     With the evaluations between them.
     """
@@ -123,16 +123,8 @@ def _record_times(
 
 
 def _undone(step: Ints, backs: Ints) -> Mask:
-    """Return which records were logged again: before the log went back, those of later steps."""
+    """Return which imported records were logged again: before the log went back, later steps."""
     undone = np.zeros(len(step), np.bool_)
     for back in backs:
         undone[:back] |= step[:back] >= step[back]
     return undone
-
-
-def _or_nan(value: float | None) -> float:
-    """Return a number of an imported log's record; NaN for None."""
-    return float("nan") if value is None else value
-
-
-__all__ = ["log_goodput"]

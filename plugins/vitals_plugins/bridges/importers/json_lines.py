@@ -13,7 +13,6 @@ from vitals_plugins.bridges.importers.columns import (
     choose_columns,
     normalize_column_name,
 )
-from vitals_plugins.bridges.importers.columns import add_record as take_row
 from vitals_plugins.bridges.importers.files import lines_of, open_text, translate_read_errors
 
 _NUMBER = "line number"
@@ -23,7 +22,7 @@ _OF_EPOCH = frozenset({"iter", "iteration", "it"})
 
 
 def is_json_lines(begin: bytes) -> bool:
-    """Return whether the first line of a file is a complete object, followed by another one."""
+    """Return whether a log's first line is a complete JSON object, followed by another one."""
     first, _, rest = begin.lstrip().partition(b"\n")
     return rest.lstrip().startswith(b"{") and _object(first.decode(errors="replace")) is not None
 
@@ -39,7 +38,7 @@ def has_metrics(begin: bytes) -> bool:
 
 
 def read_json_lines(path: Path, column_options: ColumnChoice) -> ImportedLog:
-    """Return the history; its rows are the lines.
+    """Read the log in a JSON Lines file; its rows are the lines.
 
     A log without a step uses its epochs, or the numbers of its lines.
 
@@ -64,7 +63,7 @@ def read_json_lines(path: Path, column_options: ColumnChoice) -> ImportedLog:
         columns = choose_columns(["step", *names], column_options, str(path)) | {"step": step}
     else:
         columns = choose_columns(names, column_options, str(path))
-    rows = ImportedRows(str(path), "line")
+    rows = ImportedRows(path, "line", columns)
     epochs = (
         _EpochStepCounter()
         if normalize_column_name(columns["step"]) in _OF_EPOCH and "epoch" in names
@@ -78,7 +77,7 @@ def read_json_lines(path: Path, column_options: ColumnChoice) -> ImportedLog:
             cells[_NUMBER] = row
         if epochs is not None:
             cells[columns["step"]] = epochs.step(cells.get("epoch"), cells.get(columns["step"]))
-        take_row(rows, row, cells, columns)
+        rows.add_named(row, cells)
     if epochs is not None and epochs.num_resets:
         notes.append("its iterations restart in each epoch: steps are numbered continuously")
     if torn := [row for row, line in enumerate(lines) if _object(line) is None]:
@@ -88,14 +87,7 @@ def read_json_lines(path: Path, column_options: ColumnChoice) -> ImportedLog:
             if last
             else f"{len(torn)} lines are not JSON objects, and were skipped"
         )
-    return ImportedLog(
-        source=str(path),
-        form="JSON Lines",
-        steps=rows.steps,
-        columns=columns,
-        notes=rows.notes() + notes,
-        evaluations=rows.evaluations,
-    )
+    return rows.to_log("JSON Lines", notes)
 
 
 def _object(line: str) -> dict[str, object] | None:
@@ -127,7 +119,7 @@ class _EpochStepCounter:
         self.num_resets = 0
 
     def step(self, epoch: object, iteration: object) -> object:
-        """Return the step of an iteration; a value that is not a whole number is unchanged."""
+        """Return the step of a log's iteration; one that is not a whole number is unchanged."""
         if not isinstance(iteration, int) or isinstance(iteration, bool):
             return iteration
         if epoch != self._epoch:
@@ -139,6 +131,3 @@ class _EpochStepCounter:
             self._epoch = epoch
         self._last = self._before.get(epoch, 0) + iteration
         return self._last
-
-
-__all__ = ["is_json_lines", "read_json_lines"]

@@ -29,7 +29,7 @@ ReadLog = Callable[[ColumnChoice], ImportedLog]
 
 
 def read_history(path: Path, column_options: ColumnChoice) -> ImportedLog:
-    """Return the log at the path: a file, or the only log in a directory.
+    """Read the log of another tool at the path: a file, or the only log in a directory.
 
     Raises:
         UsageError: there is none, there are several, or no column is the step or a loss.
@@ -46,6 +46,7 @@ def read_history(path: Path, column_options: ColumnChoice) -> ImportedLog:
 
 
 def _identify_file(path: Path) -> ReadLog:
+    """Recognize the format of a log file by its content, and return its reader."""
     if path.exists() and not path.is_file():
         raise UsageError(
             f"{path} is neither a file nor a folder; it is read twice, so a pipe does not work",
@@ -98,7 +99,7 @@ def _is_text(begin: bytes) -> bool:
 
 
 def _find_directory_log(folder: Path) -> ReadLog:
-    """Find the log at the smallest depth; two logs at one depth are an error."""
+    """Find the log file at the smallest depth; two logs at one depth are an error."""
     level = [folder]
     for _ in range(_DEPTH + 1):
         logs = [log for directory in level for log in _logs(directory)]
@@ -112,7 +113,13 @@ def _find_directory_log(folder: Path) -> ReadLog:
             raise UsageError(
                 f"{folder} holds {len(logs)} logs: {names}{more}", hint="name one of them"
             )
-        level = [child for directory in level for child in _folders(directory)]
+        level = [
+            path
+            for directory in level
+            for path in sorted(directory.iterdir())
+            # A link such as wandb's ``latest-run`` is not a second log.
+            if path.is_dir() and not path.is_symlink()
+        ]
     raise UsageError(
         f"{folder} holds no log; looked for run directories of Vitals, {TRAINER_STATE}, "
         "*tfevents*, *.wandb, *.jsonl with a loss",
@@ -121,7 +128,7 @@ def _find_directory_log(folder: Path) -> ReadLog:
 
 
 def _logs(folder: Path) -> Iterator[tuple[Path, ReadLog]]:
-    """Yield the logs directly in a directory; its event files are one log."""
+    """Yield the logs of other tools directly in a directory; its event files are one log."""
     names = sorted(path for path in folder.iterdir() if path.is_file())
     logs: list[tuple[Path, ReadLog]] = []
     for path in names:
@@ -141,7 +148,7 @@ def _logs(folder: Path) -> Iterator[tuple[Path, ReadLog]]:
 
 
 def _newest_checkpoint(logs: list[tuple[Path, ReadLog]]) -> list[tuple[Path, ReadLog]]:
-    """Return only the last of Trainer's checkpoints, if all logs found are its own."""
+    """Return only the log of Trainer's last checkpoint, if all logs found are its own."""
     steps = [_checkpoint_step(path) for path, _ in logs]
     if any(step is None for step in steps):
         return logs
@@ -153,8 +160,3 @@ def _checkpoint_step(path: Path) -> int | None:
     name, _, step = path.parent.name.rpartition("-")
     is_one = path.name == TRAINER_STATE and name == "checkpoint" and step.isdecimal()
     return int(step) if is_one else None
-
-
-def _folders(folder: Path) -> list[Path]:
-    """Return the subdirectories; a link such as wandb's ``latest-run`` is not a second log."""
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())

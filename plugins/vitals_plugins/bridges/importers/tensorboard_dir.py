@@ -10,7 +10,6 @@ from vitals_plugins.bridges.importers.columns import (
     ColumnChoice,
     ImportedLog,
     ImportedRows,
-    add_record,
     choose_columns,
 )
 from vitals_plugins.bridges.importers.files import translate_read_errors
@@ -31,7 +30,7 @@ Value = tuple[str, int, float, float]
 def read_tensorboard(
     path: Path, files: Sequence[Path], column_options: ColumnChoice
 ) -> ImportedLog:
-    """Return the history; its rows are the steps that were written, in the files' order.
+    """Read the log in TensorBoard's files; its rows are the written steps, in the files' order.
 
     Raises:
         MissingDependencyError: TensorBoard is not installed.
@@ -57,25 +56,18 @@ def read_tensorboard(
         ["step", *(tag for tag in tags if tag != "step")], column_options, str(path)
     )
     columns["step"], columns["time"] = "step", _WALL_TIME  # of each event
-    rows = ImportedRows(str(path), "row")
+    rows = ImportedRows(path, "row", columns)
     tags_read = set(columns.values()) - {"step", _WALL_TIME}
     for row, cells in enumerate(_rows_by_step(values, tags_read)):
-        add_record(rows, row, cells, columns)
+        rows.add_named(row, cells)
     columns["time"] = "wall_time"  # the displayed name
     if len(files) > 1:
         notes.append(f"{len(files)} event files were read as one log, in the order of their names")
-    return ImportedLog(
-        source=str(path),
-        form="TensorBoard",
-        steps=rows.steps,
-        columns=columns,
-        notes=rows.notes() + notes,
-        evaluations=rows.evaluations,
-    )
+    return rows.to_log("TensorBoard", notes)
 
 
 def _rows_by_step(values: Sequence[Value], tags: set[str]) -> list[dict[str, object]]:
-    """Return a row for each step and each time it was written, with all its tags.
+    """Return a row for each TensorBoard step and each time it was written, with all its tags.
 
     The tags of a step may be written together or one after another, in one file or in several.
     """
@@ -91,7 +83,7 @@ def _rows_by_step(values: Sequence[Value], tags: set[str]) -> list[dict[str, obj
 
 
 def _read_scalars(path: Path, notes: list[str]) -> Iterator[Value]:
-    """Yield the scalars of one file, in the formats of all writers since TensorFlow 1."""
+    """Yield the scalars of a TensorBoard file, in the formats of all writers since TensorFlow 1."""
     loader, event_of, array_of, broken = _import_tensorboard()
     num_read = 0
     with translate_read_errors(path):

@@ -16,7 +16,6 @@ from vitals_plugins.bridges.importers.columns import (
     ImportedRows,
     choose_columns,
 )
-from vitals_plugins.bridges.importers.columns import add_record as take_row
 from vitals_plugins.bridges.importers.files import lines_of, open_text, translate_read_errors
 
 _NUMBER = r"([-+]?(?:\d[\d,]*(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+|[Nn][Aa][Nn]|[Ii]nf(?:inity)?))"
@@ -37,10 +36,7 @@ FORMS = (
     _Form("DeepSpeed's output", re.compile(r"\bsteps: (?P<step>\d+) loss: ")),
     _Form("fairseq's output", re.compile(r"\bnum_updates(?:=|\": \"?)(?P<step>\d+)\b")),
     _Form("PyTorch's ImageNet output", re.compile(r"\bEpoch:? ?\[(?P<epoch>\d+)\]\s*" + _BATCH)),
-    _Form(
-        "OpenMMLab's output",
-        re.compile(r"\bEpoch\(train\)\s*\[(?P<epoch>\d+)\]" + _BATCH),
-    ),
+    _Form("OpenMMLab's output", re.compile(r"\bEpoch\(train\)\s*\[(?P<epoch>\d+)\]" + _BATCH)),
     _Form("OpenMMLab's output", re.compile(r"\bIter(?:\(train\))?\s*\[\s*(?P<step>\d+)/\d+\]")),
     _Form("timm's output", re.compile(r"\bTrain:\s+(?P<epoch>\d+)\s+" + _BATCH)),
     _Form("PyTorch's MNIST output", re.compile(r"\bTrain Epoch: (?P<epoch>\d+) " + _BATCH)),
@@ -87,27 +83,21 @@ MIN_LINES = 2
 
 
 def identify_format(begin: str) -> _Form | None:
-    """Return the format of a file's first lines; None: it is unknown."""
+    """Return the format of a text log, by the file's first lines; None: it is unknown."""
     lines = list(_clean_lines(begin.splitlines()))
     for form in FORMS:
         matches = (line for line in lines if form.line.search(line))
-        if sum(_loss_cell(line) is not None for line in matches) >= MIN_LINES:
+        if sum("loss" in _parse_line(line) for line in matches) >= MIN_LINES:
             return form
     return None
 
 
-def unreadable_format_name(begin: str) -> str:
-    """Return the name of a text's unreadable format; "" if unknown."""
-    return next((description for pattern, description in _OTHERS if pattern.search(begin)), "")
-
-
 def read_text_log(path: Path, form: _Form, column_options: ColumnChoice) -> ImportedLog:
-    """Return the history; its rows are the lines that report a step.
+    """Read the log that a training printed; its rows are the lines that report a step.
 
     Raises:
         UsageError: no line has a loss or a gradient norm, or a named column is missing.
     """
-    rows = ImportedRows(str(path), "line")
     records: list[tuple[int, dict[str, object]]] = []
     first_epoch: int | None = None
     with translate_read_errors(path), open_text(path) as file:
@@ -125,27 +115,21 @@ def read_text_log(path: Path, form: _Form, column_options: ColumnChoice) -> Impo
             records.append((row, {"step": step, **_parse_line(line)}))
     names = list(dict.fromkeys(name for _, cells in records for name in cells))
     columns = choose_columns(names, column_options, str(path))
+    rows = ImportedRows(path, "line", columns)
     for row, cells in records:
-        take_row(rows, row, cells, columns)
-    notes = rows.notes()
+        rows.add_named(row, cells)
+    notes = []
     if "record" in form.line.groupindex:
         notes.append(
             "its lines have no step, so they are numbered; trainer_state.json in a checkpoint has "
             "the steps"
         )
-    return ImportedLog(
-        source=str(path),
-        form=form.name,
-        steps=rows.steps,
-        columns=columns,
-        notes=notes,
-        evaluations=rows.evaluations,
-    )
+    return rows.to_log(form.name, notes)
 
 
 def unknown_text(path: Path, begin: str) -> FormatError:
     """Return the message for a text that is neither a CSV file nor a log of a known form."""
-    what = unreadable_format_name(begin)
+    what = next((name for pattern, name in _OTHERS if pattern.search(begin)), "")
     known = ", ".join(dict.fromkeys(form.name for form in FORMS[:-1]))
     return FormatError(
         f"{path} is text, but {'is ' + what if what else 'no line names a step and a loss'}; known "
@@ -155,23 +139,18 @@ def unknown_text(path: Path, begin: str) -> FormatError:
 
 
 def _clean_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines without colors; a progress bar writes many on one."""
+    """Yield a text log's lines without colors; a progress bar writes many on one."""
     for line in lines:
         for part in line.rstrip("\n").split("\r"):
             yield _COLOR.sub("", part)
 
 
 def _is_evaluation(line: str) -> bool:
-    """Return whether a text log's line is about an evaluation."""
     return bool(re.search(r"\b(?:valid|val|eval|test)\b|\bvalid_|\beval_", line.lower()[:160]))
 
 
-def _loss_cell(line: str) -> object:
-    return _parse_line(line).get("loss")
-
-
 def _parse_line(line: str) -> dict[str, object]:
-    """Return the values of a line, by role."""
+    """Return the values of a text log's line, by role."""
     cells: dict[str, object] = {}
     for role, patterns in _PATTERNS.items():
         for pattern, scale in patterns:
@@ -181,6 +160,3 @@ def _parse_line(line: str) -> dict[str, object]:
                 cells[role] = value if scale == 1.0 else value * scale
                 break
     return cells
-
-
-__all__ = ["FORMS", "identify_format", "read_text_log", "unknown_text", "unreadable_format_name"]

@@ -10,14 +10,13 @@ from vitals_plugins.bridges.importers.columns import (
     ColumnChoice,
     ImportedLog,
     ImportedRows,
-    add_record,
     choose_columns,
 )
 from vitals_plugins.bridges.importers.files import read_whole, translate_read_errors
 
 
 def read_trainer_state(path: Path, column_options: ColumnChoice) -> ImportedLog:
-    """Return the history; its rows are the entries of ``log_history``.
+    """Read the log in Trainer's state file; its rows are the entries of ``log_history``.
 
     Raises:
         FormatError: it is not JSON, or has no ``log_history``.
@@ -39,16 +38,13 @@ def read_trainer_state(path: Path, column_options: ColumnChoice) -> ImportedLog:
         )
     names = list(dict.fromkeys(name for entry in log for name in entry))
     columns = choose_columns(names, column_options, str(path))
-    rows = ImportedRows(str(path), "entry")
+    rows = ImportedRows(path, "entry", columns)
     for row, entry in enumerate(log):
-        add_record(rows, row, entry, columns)
-    return ImportedLog(
-        source=str(path),
-        form="trainer_state.json" if "log_history" in state else "JSON",
-        steps=rows.steps,
-        columns=columns,
-        notes=rows.notes() + (_habits(state) if "log_history" in state else []),
-        evaluations=rows.evaluations,
+        rows.add_named(row, entry)
+    is_state = "log_history" in state
+    return rows.to_log(
+        "trainer_state.json" if is_state else "JSON",
+        _habits(state) if is_state else (),
         total_seconds=_training_seconds(log),
     )
 

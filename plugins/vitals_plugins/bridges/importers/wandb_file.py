@@ -18,12 +18,11 @@ from vitals_plugins.bridges.importers.columns import (
     ColumnChoice,
     ImportedLog,
     ImportedRows,
-    add_record,
     choose_columns,
     normalize_column_name,
 )
 from vitals_plugins.bridges.importers.files import read_whole, translate_read_errors
-from vitals_plugins.bridges.importers.protobuf import (
+from vitals_plugins.bridges.protobuf import (
     decode_double,
     decode_int64,
     decode_sint64,
@@ -47,7 +46,7 @@ Cells = dict[str, object]
 
 
 def read_wandb(path: Path, column_options: ColumnChoice) -> ImportedLog:
-    """Return the history; its rows are the calls of ``wandb.log``, merged as by wandb.
+    """Read the log in a wandb file; its rows are the calls of ``wandb.log``, merged as by wandb.
 
     Raises:
         FormatError: it is not a file of wandb's.
@@ -70,21 +69,14 @@ def read_wandb(path: Path, column_options: ColumnChoice) -> ImportedLog:
     has_better = any(normalize_column_name(name) in KNOWN["step"] for name in better)
     own_is_meant = column_options.step == _OWN_STEP or not has_better
     columns = choose_columns([*names] if own_is_meant else better, column_options, str(path))
-    rows = ImportedRows(str(path), "call")
+    rows = ImportedRows(path, "call", columns)
     for row, cells in enumerate(calls):
-        add_record(rows, row, cells, columns)
-    return ImportedLog(
-        source=str(path),
-        form="wandb",
-        steps=rows.steps,
-        columns=columns,
-        notes=rows.notes() + notes,
-        evaluations=rows.evaluations,
-    )
+        rows.add_named(row, cells)
+    return rows.to_log("wandb", notes)
 
 
 def logged_rows(path: Path, at: int) -> tuple[list[tuple[int, Cells]], int]:
-    """Return the calls in a growing file, each with its ``_step``.
+    """Return the calls in a wandb file that still grows, each with its ``_step``.
 
     Args:
         path: the file; nothing is read of one that is not there yet.
@@ -112,7 +104,7 @@ def logged_rows(path: Path, at: int) -> tuple[list[tuple[int, Cells]], int]:
 def _read_leveldb_records(
     raw: memoryview, notes: list[str], at: int = len(HEAD)
 ) -> Iterator[memoryview]:
-    """Yield the complete records; torn or damaged ones are skipped and noted.
+    """Yield a wandb file's complete records; torn or damaged ones are skipped and noted.
 
     At the start of a block, position 0, the rest of a record from the previous block is not a
     record.
@@ -148,7 +140,7 @@ def _read_leveldb_records(
 
 
 def _read_log_calls(record: memoryview) -> Iterator[Cells]:
-    """Yield the values of one log call, if the record is one."""
+    """Yield the values of one call of ``wandb.log``, if the file's record is one."""
     for name, history in read_fields(record):
         if name != _RECORD_HISTORY or isinstance(history, int):
             continue
@@ -169,7 +161,7 @@ def _read_log_calls(record: memoryview) -> Iterator[Cells]:
 
 
 def _read_item(item: memoryview, cells: Cells) -> None:
-    """Add one logged value by its name, nested names joined by dots; only numbers are kept."""
+    """Add one value of a wandb file by its name, nested names joined by dots; only numbers."""
     names: list[str] = []
     value: object = None
     for part, content in read_fields(item):
@@ -186,7 +178,7 @@ def _read_item(item: memoryview, cells: Cells) -> None:
 
 
 def _from_json(raw: bytes, *, is_json: bool) -> object:
-    """Return the value; wandb writes non-finite values as a word, in quotes or not."""
+    """Return a logged value; wandb writes non-finite values as a word, in quotes or not."""
     try:
         value = json.loads(raw) if is_json else raw.decode()
     except (ValueError, RecursionError):  # no value that could be a number

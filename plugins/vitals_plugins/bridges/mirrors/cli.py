@@ -87,7 +87,7 @@ def mirror(
 def _build_run_arguments(
     run: str, folder: Path | None, server: CollectorOptions
 ) -> tuple[str, ...]:
-    """Return the arguments that name the run once it exists, so that "latest" does not change."""
+    """Return a mirror's arguments that name the existing run, so that "latest" does not change."""
     folder, run = as_folder(run, folder)
     address = None if folder is not None else find_collector(server.collector, server.token_file)
     if address is None:
@@ -101,7 +101,7 @@ def _build_run_arguments(
 def _run_mirror_process(
     choice: RunChoice, target: "TrackerTarget", server: CollectorOptions, pipe: int
 ) -> None:
-    """Be the process of one target."""
+    """Run in the process that mirrors the run to one target."""
     from vitals_plugins.bridges.mirrors import supervise
     from vitals_plugins.bridges.mirrors.trackers import open_tracker
     from vitals_plugins.bridges.mirrors.worker import (
@@ -165,11 +165,11 @@ class Pause:
         self._began = cpu_seconds()
 
     def start_poll(self) -> None:
-        """Start a poll."""
+        """Start a mirror's poll of its run."""
         self._began = self._cpu_seconds()
 
     def sleep(self) -> None:
-        """End a poll, wait, and start the next."""
+        """End a mirror's poll, wait, and start the next."""
         took = self._cpu_seconds() - self._began
         self._sleep(min(max(took / CPU_SHARE, POLL_SECONDS), MAX_POLL_SECONDS))
         self.start_poll()

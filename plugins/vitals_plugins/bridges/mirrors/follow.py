@@ -105,10 +105,7 @@ class EntryBatch(msgspec.Struct, frozen=True, kw_only=True):
 class RunFollower:
     """Reads one run from a cursor on.
 
-    Args:
-        reader: source of the rows; a collector or a directory.
-        run_id: the run's.
-        cursor: start position; it is not changed.
+    The cursor that is passed is not changed.
     """
 
     def __init__(self, reader: Reader, run_id: str, cursor: Cursor) -> None:
@@ -118,15 +115,13 @@ class RunFollower:
         self._acted: tuple[int, int, str] | None = None
 
     def detail(self) -> RunDetail:
-        """Return the run as it is now."""
+        """Return the run as it is now, for its mirror."""
         return self._reader.ask(RunQuestion(run_id=self._run_id, volume=False))
 
     def read_batches(self, detail: RunDetail, *, whole: bool = False) -> Iterator[EntryBatch]:
-        """Yield new entries, in batches of some thousand rows.
+        """Yield the run's new entries for a tracker, in batches of some thousand rows.
 
-        Args:
-            detail: the run as it is.
-            whole: also query data that may have arrived late: at the end of a run.
+        ``whole``: also query data that may have arrived late, at the end of a run.
         """
         attempts = sorted(detail.attempts, key=lambda attempt: attempt.id)
         lineage = _AttemptLineage(attempts)
@@ -141,6 +136,7 @@ class RunFollower:
     def _step_batches(
         self, attempt: AttemptView, lineage: "_AttemptLineage"
     ) -> Iterator[EntryBatch]:
+        """Yield an attempt's start and its new steps, in batches for a tracker."""
         entries: list[Entry] = []
         places = self._cursor.attempts
         if attempt.id not in places:
@@ -170,6 +166,7 @@ class RunFollower:
             yield self._build_batch(entries)
 
     def _build_batch(self, entries: Sequence[Entry]) -> EntryBatch:
+        """Return entries as a batch for a tracker, with the position after them."""
         return EntryBatch(entries=tuple(entries), cursor=copy.deepcopy(self._cursor))
 
     # ---------------------------------------------------------------------------- scalars
@@ -182,7 +179,7 @@ class RunFollower:
         *,
         whole: bool,
     ) -> Iterator[EntryBatch]:
-        """Yield the scalars of those attempts, in pages of steps."""
+        """Yield the scalars of those attempts for a tracker, in pages of steps."""
         names = [name for name in detail.metrics if name.startswith("scalars.")]
         if not names or not attempts:
             return
@@ -202,7 +199,7 @@ class RunFollower:
             first, size = end + 1, size if len(rows) * 4 > size else 2 * size
 
     def _first_unread_scalar_step(self, attempt: AttemptView, *, whole: bool) -> int:
-        """Return the step from which on the attempt may have scalars that were not read."""
+        """Return the step from which on the mirror may have unread scalars of the attempt."""
         # some are from before step 0
         begin = attempt.fork_step if attempt.parent is not None else -1
         if whole:
@@ -220,14 +217,10 @@ class RunFollower:
         lineage: "_AttemptLineage",
         rows: dict[tuple[int, int], TrackerRow],
     ) -> None:
-        """Add one scalar's new values to the rows."""
+        """Add one scalar's new values to a tracker's rows."""
         reply = self._reader.ask(
             CurveQuestion(
-                run_id=self._run_id,
-                metric=metric,
-                branch="all",
-                from_step=span[0],
-                to_step=span[1],
+                run_id=self._run_id, metric=metric, branch="all", from_step=span[0], to_step=span[1]
             )
         )
         steps, ids, times = (
@@ -293,11 +286,11 @@ class _AttemptLineage:
             at = None if at.parent is None else by_id.get(at.parent)
 
     def ordinal(self, attempt: int) -> int:
-        """Return the attempt's number, from 1; 0 if it is not known yet."""
+        """Return the attempt's number in a tracker, from 1; 0 if it is not known yet."""
         return self._ordinals.get(attempt, 0)
 
     def new_row(self, attempt: int, step: int, time_unix_ns: int) -> TrackerRow:
-        """Return a row with only its position."""
+        """Return a row for a tracker with only its position."""
         ordinal = self.ordinal(attempt)
         return TrackerRow(
             attempt=ordinal,
@@ -311,7 +304,7 @@ class _AttemptLineage:
 def _build_step_rows(
     columns: Sequence[str], data: Sequence[Sequence[object]], lineage: _AttemptLineage
 ) -> list[TrackerRow]:
-    """Return a row for each step of the reply's columns."""
+    """Return a tracker's row for each step of the reply's columns."""
     by_name = dict(zip(columns, data, strict=True))
     curves = {
         f"train/{_printable_name(name)}": cells
@@ -335,7 +328,7 @@ def _build_step_rows(
 
 
 def _is_curve(name: str) -> bool:
-    """Return whether a column of steps is a known metric, drawn as a curve."""
+    """Return whether a column of steps is a known metric, which a tracker draws as a curve."""
     return name in _KNOWN or name.partition(".")[0] in _KNOWN
 
 
@@ -352,6 +345,7 @@ def _scalar_name(name: str) -> str:
 
 
 def _fork_entry(attempt: AttemptView) -> Fork:
+    """Return the entry that marks in a tracker where a new attempt starts."""
     text = f"attempt {attempt.ordinal} begins at step {attempt.fork_step}: {attempt.reason}"
     return Fork(
         attempt=attempt.ordinal,
@@ -365,6 +359,7 @@ _LEVELS: dict[str, Level] = {"halt": "error", "rollback": "warning", "restart": 
 
 
 def _action_note(decision: Decision, time_unix_ns: int, lineage: _AttemptLineage) -> ActionNote:
+    """Return a decision as a note for a tracker."""
     level = _LEVELS.get(decision.action, "info") if decision.acted else "info"
     return ActionNote(
         key=f"decision-{decision.ledger_seq}",
@@ -375,16 +370,3 @@ def _action_note(decision: Decision, time_unix_ns: int, lineage: _AttemptLineage
         title=f"Vitals: {decision.action} at step {decision.step}",
         text=printable(f"step {decision.step}: {decision_text(decision)}"),
     )
-
-
-__all__ = [
-    "ATTEMPT",
-    "SKIPPED",
-    "ActionNote",
-    "Cursor",
-    "Entry",
-    "EntryBatch",
-    "Fork",
-    "RunFollower",
-    "TrackerRow",
-]

@@ -47,7 +47,7 @@ class _MirrorProcess:
         """Its final exit code; None while it runs."""
 
     def start_or_stop(self, now: float, hang_seconds: float, start_seconds: float) -> None:
-        """Start it if it is due, end it if it hangs."""
+        """Start the mirror's process if it is due, end it if it hangs."""
         if self._process is None:
             if now >= self._due:
                 self._start_process(now, start_seconds)
@@ -55,6 +55,7 @@ class _MirrorProcess:
             self._schedule_restart(f"shows no sign of life for {hang_seconds:g} s", now)
 
     def _start_process(self, now: float, start_seconds: float) -> None:
+        """Start the process that mirrors the run to this target."""
         self.pipe, theirs = os.pipe()
         self._process = subprocess.Popen(
             self._command_of(self.target, theirs),
@@ -66,7 +67,7 @@ class _MirrorProcess:
         self._seen = now + start_seconds
 
     def poll_messages(self, now: float) -> None:
-        """Read its messages, or its end."""
+        """Read the messages of the mirror's process, or its end."""
         assert self._process is not None
         signs = os.read(self.pipe, 65_536)
         if signs:
@@ -84,6 +85,7 @@ class _MirrorProcess:
             self._schedule_restart(f"failed ({how})", now)
 
     def _schedule_restart(self, why: str, now: float) -> None:
+        """Kill what remains of a failed mirror, and restart it after a growing pause."""
         self._clear()
         pause = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** min(self._num_failures, 20))
         self._num_failures += 1
@@ -94,7 +96,7 @@ class _MirrorProcess:
         )
 
     def _clear(self) -> None:
-        """Kill its remaining children, including those with their own session (W&B's writer)."""
+        """Kill the mirror's remaining children, also those with their own session (W&B's)."""
         assert self._process is not None
         below = _descendant_pids(self._process.pid)
         for end, pid in ((os.killpg, self._process.pid), *((os.kill, pid) for pid in below)):
@@ -105,7 +107,7 @@ class _MirrorProcess:
         self._process, self.pipe = None, -1
 
     def stop(self) -> None:
-        """Ask it to end, and kill it if it does not."""
+        """Ask the mirror's process to end, and kill it if it does not."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -123,7 +125,7 @@ def supervise(
     hang_seconds: float = HANG_SECONDS,
     start_seconds: float = START_SECONDS,
 ) -> dict[TrackerTarget, int]:
-    """Restart the process of each target until all have ended for good; return their exit codes.
+    """Restart the mirrors' processes until all have ended permanently; return their exit codes.
 
     SIGTERM and Ctrl-C end them all and leave as KeyboardInterrupt.
     """
@@ -146,7 +148,7 @@ def supervise(
 
 
 def _descendant_pids(pid: int) -> list[int]:
-    """Return all processes that a living one started, and those that these did."""
+    """Return all processes that a living mirror started, and those that these did."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:  # it has ended, or this is not Linux
@@ -155,7 +157,5 @@ def _descendant_pids(pid: int) -> list[int]:
 
 
 def _raise_keyboard_interrupt(number: int, frame: object) -> None:
+    """Let SIGTERM stop the mirrors as Ctrl-C does."""
     raise KeyboardInterrupt
-
-
-__all__ = ["HANG_SECONDS", "HELD", "USAGE", "supervise"]

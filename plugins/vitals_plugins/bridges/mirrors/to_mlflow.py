@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from trainvitals.errors import MissingDependencyError
 from trainvitals.views import RunState
 from vitals_plugins.bridges.mirrors.follow import ActionNote, Entry, TrackerRow
 from vitals_plugins.bridges.mirrors.worker import RunDescription, TrackerTarget
@@ -39,15 +38,9 @@ class MLflow:
         saved_state: dict[str, Any],
         unclean: bool,
     ) -> None:
-        try:
-            from mlflow.entities import Metric, Param, RunTag
-            from mlflow.tracking import MlflowClient
-        except ImportError as error:
-            raise MissingDependencyError(
-                "mirroring to MLflow needs the package mlflow or mlflow-skinny, which is not "
-                "installed",
-                hint="pip install 'trainvitals[mlflow]'",
-            ) from error
+        from mlflow.entities import Metric, Param, RunTag
+        from mlflow.tracking import MlflowClient
+
         self._metric, self._param, self._tag = Metric, Param, RunTag
         self._client: Any = MlflowClient(tracking_uri=target.where)
         self._unclean = unclean
@@ -62,6 +55,7 @@ class MLflow:
         self._describe(about)
 
     def _get_or_create_experiment(self, about: RunDescription) -> str:
+        """Return the id of the run's experiment in MLflow, created if it is missing."""
         from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
 
         name = MLFLOW_EXPERIMENT_NAME.get() or about.project or "vitals"
@@ -80,6 +74,7 @@ class MLflow:
         return str(runs[0].info.run_id) if runs else ""
 
     def _create_run(self, about: RunDescription) -> str:
+        """Create the run in MLflow; return its id there."""
         run = self._client.create_run(
             self._get_or_create_experiment(about),
             start_time=about.started_unix_ns // 1_000_000,
@@ -89,7 +84,7 @@ class MLflow:
         return str(run.info.run_id)
 
     def _describe(self, about: RunDescription) -> None:
-        """Log the configuration; an existing parameter never changes."""
+        """Log the configuration to MLflow; an existing parameter never changes."""
         there = self._client.get_run(self._run_id).data.params
         params = [
             self._param(name, str(value))
@@ -103,11 +98,12 @@ class MLflow:
         self._log_tags(tags)
 
     def _log_tags(self, tags: Sequence[Any]) -> None:
+        """Log the tags of the MLflow run, in requests of an allowed size."""
         for part in _split_into_chunks(tags, _OTHERS_AT_ONCE):
             self._client.log_batch(self._run_id, tags=part, synchronous=True)
 
     def write(self, entries: Sequence[Entry]) -> None:
-        """Write the entries; each request returns once it is stored."""
+        """Write the entries to MLflow; each request returns once it is stored."""
         metrics = [
             self._metric(_allowed(name), value, entry.time_unix_ns // 1_000_000, entry.step)
             for entry in entries
@@ -123,6 +119,7 @@ class MLflow:
         self._log_tags([tag for entry in entries for tag in self._entry_tags(entry)])
 
     def _logged_points(self, names: Iterable[str]) -> set[Point]:
+        """Return the points of these metrics that MLflow has already."""
         return {
             (metric.key, metric.step, metric.timestamp)
             for name in names
@@ -130,6 +127,7 @@ class MLflow:
         }
 
     def _entry_tags(self, entry: Entry) -> list[Any]:
+        """Return an entry's tag for MLflow; none for values, or for too many notes."""
         if isinstance(entry, TrackerRow):
             return []
         if not isinstance(entry, ActionNote):
@@ -140,7 +138,7 @@ class MLflow:
         return [self._tag(f"vitals.{entry.key}", entry.text)]
 
     def close(self, state: RunState) -> None:
-        """Set the run's end."""
+        """Set the run's end in MLflow."""
         self._client.set_terminated(self._run_id, _STATES.get(state, "KILLED"))
 
 
@@ -150,7 +148,5 @@ def _allowed(name: str) -> str:
 
 
 def _split_into_chunks(items: Sequence[Any], size: int) -> Iterable[Sequence[Any]]:
+    """Return the items in parts that MLflow accepts in one request."""
     return (items[at : at + size] for at in range(0, len(items), size))
-
-
-__all__ = ["MLflow"]

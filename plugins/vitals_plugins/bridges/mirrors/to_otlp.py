@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from trainvitals.errors import MissingDependencyError, TransportError
+from trainvitals.errors import TransportError
 from trainvitals.metrics import STEP_METRICS
 from trainvitals.views import RunState
 from vitals_plugins.bridges.mirrors.follow import ATTEMPT, Entry, TrackerRow
@@ -33,17 +33,11 @@ class Otlp:
         saved_state: dict[str, Any],
         unclean: bool,
     ) -> None:
-        try:
-            from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-            from opentelemetry.sdk.metrics import export
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-        except ImportError as error:
-            raise MissingDependencyError(
-                "mirroring over OTLP needs the package opentelemetry-exporter-otlp-proto-http, "
-                "which is not installed",
-                hint="pip install 'trainvitals[otlp]'",
-            ) from error
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+        from opentelemetry.sdk.metrics import export
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
         self.kept: dict[str, Any] = {}
         self._where = target.where
         self._export: Any = export
@@ -61,7 +55,7 @@ class Otlp:
         self._started_unix_ns = about.started_unix_ns
 
     def write(self, entries: Sequence[Entry]) -> None:
-        """Send the entries.
+        """Send the entries of a mirrored run as OTLP metrics.
 
         Raises:
             TransportError: they were not accepted.
@@ -85,6 +79,7 @@ class Otlp:
             raise TransportError(f"{self._where} did not take the metrics; its answer is above")
 
     def _otlp_metric(self, name: str, points: list[Any]) -> Any:
+        """Return the OTLP gauge of a mirrored curve, with its points."""
         spec = _KNOWN.get(name)
         gauge = self._export.Gauge(points)
         if spec is not None:
@@ -92,7 +87,7 @@ class Otlp:
         return self._export.Metric(otlp_name(name), "", "", gauge)
 
     def close(self, state: RunState) -> None:
-        """Close the connection."""
+        """Close the connection of the OTLP mirror."""
         self._exporter.shutdown()
 
 
@@ -117,9 +112,6 @@ def _session() -> Any:
 
 
 def otlp_name(name: str) -> str:
-    """Return the name in OpenTelemetry: ``val_loss`` is ``train_scalar/val_loss``."""
+    """Return a mirrored name in OpenTelemetry: ``val_loss`` is ``train_scalar/val_loss``."""
     metric_name = name.replace("/", "_") if name.startswith(("train/", "vitals/")) else ""
     return metric_name or f"train_scalar/{_NOT_ALLOWED.sub('_', name)}"
-
-
-__all__ = ["Otlp", "otlp_name"]

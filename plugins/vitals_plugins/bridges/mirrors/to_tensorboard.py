@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainvitals.errors import MissingDependencyError
 from trainvitals.io.private import sync_folder
 from trainvitals.printable import escape_markdown
 from trainvitals.views import RunState
@@ -29,7 +28,7 @@ _UNSAFE = '/\\\0<>:"|?*'
 
 
 def folder_name(name: str, run_id: str) -> str:
-    """Return the name of a run's directory: its name, and the unique end of its id."""
+    """Return the directory of a run's TensorBoard mirror: its name, and its id's unique end."""
     safe = "".join("_" if c in _UNSAFE or not c.isprintable() else c for c in name)
     safe = safe.strip(" .")[:80]
     return run_id if not safe or safe == run_id else f"{safe}-{run_id[-6:].lower()}"
@@ -80,7 +79,7 @@ class TensorBoard:
         file.add(self._library.event(0, when, text=("vitals/config", "\n".join(lines))))
 
     def write(self, entries: Sequence[Entry]) -> None:
-        """Write the entries, and sync the files."""
+        """Write the entries to TensorBoard's event files, and sync them."""
         for entry in entries:
             if isinstance(entry, TrackerRow):
                 event = self._library.event(entry.step, entry.time_unix_ns, values=entry.values)
@@ -94,13 +93,13 @@ class TensorBoard:
         self._sync()
 
     def close(self, state: RunState) -> None:
-        """Sync and close the files."""
+        """Sync and close the mirror's event files."""
         self._sync()
         for file in self._files.values():
             file.close()
 
     def _move_discarded(self, fork: Fork) -> None:
-        """Move the steps at or after the fork to the run of discarded steps."""
+        """Move steps at or after the fork to TensorBoard's run of discarded steps."""
         self._sync()
         behind = self._get_or_open_file(discarded=True)
         for raw in self._library.read(self._folder):
@@ -124,6 +123,7 @@ class TensorBoard:
         return any(event.step >= step and attempt < forked for step, forked in forks)
 
     def _get_or_open_file(self, *, discarded: bool) -> "_EventFile":
+        """Return the mirror's event file for current or discarded steps, opened if needed."""
         if discarded not in self._files:
             folder = self._folder / ROLLED_BACK if discarded else self._folder
             self._files[discarded] = _EventFile(folder, self._library)
@@ -150,17 +150,17 @@ class _EventFile:
         sync_folder(folder)
 
     def add(self, event: bytes) -> None:
-        """Append an event."""
+        """Append an event to TensorBoard's file."""
         self._writer.write(event)
 
     def sync(self) -> int:
-        """Make all of it durable; return how long it is."""
+        """Make all of the event file durable; return how long it is."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._file.tell()
 
     def close(self) -> None:
-        """Close it."""
+        """Close TensorBoard's event file."""
         self._file.close()
 
 
@@ -168,16 +168,11 @@ class _TensorBoardFormat:
     """Used parts of TensorBoard: its messages, and their file format."""
 
     def __init__(self) -> None:
-        try:
-            from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
-            from tensorboard.summary.writer.record_writer import RecordWriter
-            from tensorboard.util.tensor_util import make_ndarray
-        except ImportError as error:
-            raise MissingDependencyError(
-                "mirroring to TensorBoard needs the package tensorboard, which is not installed",
-                hint="pip install 'trainvitals[tensorboard]'",
-            ) from error
+        from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+        from tensorboard.util.tensor_util import make_ndarray
+
         self.record_writer: Any = RecordWriter
         self._loader: Any = RawEventFileLoader
         self._events: Any = event_pb2
@@ -187,7 +182,7 @@ class _TensorBoardFormat:
         self._array_of: Any = make_ndarray
 
     def first_event(self) -> bytes:
-        """Return the first event of every file."""
+        """Return the first event of every event file of the mirror."""
         return bytes(
             self._events.Event(
                 wall_time=time.time(),
@@ -223,22 +218,20 @@ class _TensorBoardFormat:
         return bytes(event.SerializeToString())
 
     def _add_value(self, event: Any, tag: str, plugin: str, tensor: Any, data_class: Any) -> None:
+        """Add a value to a TensorBoard event, with the plugin that shows it."""
         value = event.summary.value.add(tag=tag, tensor=tensor)
         value.metadata.plugin_data.plugin_name = plugin
         value.metadata.data_class = data_class
 
     def decode(self, raw: bytes) -> Any:
-        """Return an event that was read."""
+        """Return an event that was read from TensorBoard's file."""
         return self._events.Event.FromString(raw)
 
     def number(self, value: Any) -> float:
-        """Return the number that a summary's value holds."""
+        """Return the number that a value of TensorBoard's summary holds."""
         return float(self._array_of(value.tensor).item())
 
     def read(self, folder: Path) -> Iterator[bytes]:
-        """Yield all events of the files directly in a directory, in the files' order."""
+        """Yield all events of the mirror's files directly in a directory, in the files' order."""
         for path in sorted(folder.glob("*.vitals")):
             yield from self._loader(str(path)).Load()
-
-
-__all__ = ["ROLLED_BACK", "TensorBoard", "folder_name"]

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from trainvitals.errors import MissingDependencyError
 from trainvitals.views import RunState
 from vitals_plugins.bridges.mirrors.follow import Entry, TrackerRow
 from vitals_plugins.bridges.mirrors.worker import RunDescription, TrackerTarget
@@ -27,20 +26,15 @@ class Trackio:
         saved_state: dict[str, Any],
         unclean: bool,
     ) -> None:
-        try:
-            from trackio.sqlite_storage import SQLiteStorage
-        except ImportError as error:
-            raise MissingDependencyError(
-                "mirroring to trackio needs the package trackio, which is not installed",
-                hint="pip install 'trainvitals[trackio]'",
-            ) from error
+        from trackio.sqlite_storage import SQLiteStorage
+
         self._store: Any = SQLiteStorage
         self._about = about
         self._project = saved_state.get("project") or target.where or about.project or "vitals"
         self.kept: dict[str, Any] = {"project": self._project}
 
     def write(self, entries: Sequence[Entry]) -> None:
-        """Write the entries in two transactions: values, and actions."""
+        """Write the entries to trackio in two transactions: values, and actions."""
         about = self._about
         rows = [entry for entry in entries if isinstance(entry, TrackerRow)]
         notes = [entry for entry in entries if not isinstance(entry, TrackerRow)]
@@ -85,8 +79,5 @@ class Trackio:
 
 
 def _format_time(unix_ns: int) -> str:
-    """Return the time in ISO format, in UTC."""
+    """Return the time in ISO format, in UTC, for trackio's store."""
     return datetime.fromtimestamp(unix_ns / 1e9, UTC).isoformat()
-
-
-__all__ = ["Trackio"]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainvitals.errors import MissingDependencyError, StorageError
+from trainvitals.errors import StorageError
 from trainvitals.views import RunState
 from vitals_plugins.bridges.importers.wandb_file import logged_rows
 from vitals_plugins.bridges.mirrors.follow import ATTEMPT, ActionNote, Entry, Fork, TrackerRow
@@ -43,13 +43,8 @@ class WandB:
         saved_state: dict[str, Any],
         unclean: bool,
     ) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise MissingDependencyError(
-                "mirroring to Weights & Biases needs the package wandb, which is not installed",
-                hint="pip install 'trainvitals[wandb]'",
-            ) from error
+        import wandb
+
         self.kept: dict[str, Any] = {
             "num_rows": saved_state.get("num_rows", 0),
             "files": list(saved_state.get("files", [])),
@@ -94,7 +89,7 @@ class WandB:
         return Counter(_row_key(cells) for _, cells in rows)
 
     def write(self, entries: Sequence[Entry]) -> None:
-        """Write the entries, and wait until they are in the run's file."""
+        """Write the entries to W&B, and wait until they are in the run's file."""
         for entry in entries:
             cells: dict[str, Any] = {STEP: entry.step, ATTEMPT: float(entry.attempt)}
             if isinstance(entry, TrackerRow):
@@ -114,14 +109,13 @@ class WandB:
         self._wait()
 
     def _log(self, cells: dict[str, Any], time_unix_ns: int) -> None:
-        """Log one row to the W&B run of the mirror."""
         step = self.kept["num_rows"]
         self._run.log({**cells, "_timestamp": time_unix_ns / 1e9}, step=step, commit=True)
         self._last = step
         self.kept["num_rows"] = step + 1
 
     def _wait(self) -> None:
-        """Wait until the last row is in the file.
+        """Wait until the last row is in W&B's file.
 
         Raises:
             StorageError: it does not come.
@@ -139,7 +133,7 @@ class WandB:
             time.sleep(_FLUSH_SECONDS / 5)
 
     def close(self, state: RunState) -> None:
-        """Finish the run."""
+        """Finish the W&B run, with an exit code for the run's state."""
         self._run.finish(exit_code=_EXIT_CODES.get(state, 1))
 
 
@@ -148,6 +142,3 @@ def _row_key(cells: dict[str, Any]) -> Key:
     reserved_keys = (STEP, NOTE)  # a text is not read back
     names = sorted(name for name in cells if not name.startswith("_") and name not in reserved_keys)
     return int(cells.get(ATTEMPT, 0)), int(cells.get(STEP, 0)), tuple(names)
-
-
-__all__ = ["NOTE", "STEP", "WandB"]

@@ -46,7 +46,7 @@ class TrackerTarget:
 
     @classmethod
     def parse(cls, text: str) -> "TrackerTarget":
-        """Parse a target written as ``KIND[:WHERE]``.
+        """Parse a mirror's target, written as ``KIND[:WHERE]``.
 
         Raises:
             UsageError: there is no such tracker, its location is missing, or it contains a secret.
@@ -133,11 +133,11 @@ class Tracker(Protocol):
     """Saved together with the cursor; plain values."""
 
     def write(self, entries: Sequence[Entry]) -> None:
-        """Write the entries; they are durable when this returns."""
+        """Write the entries to the tracker; they are durable when this returns."""
         ...
 
     def close(self, state: RunState) -> None:
-        """End the run as the tracker has it; all was written."""
+        """End the run in the tracker; all was written."""
         ...
 
 
@@ -186,7 +186,7 @@ class MirrorStateFile:
             os.close(lock)
 
     def load(self) -> MirrorState:
-        """Return the saved state; a new one if there is none.
+        """Return the mirror's saved state; a new one if there is none.
 
         Raises:
             FormatError: it is damaged.
@@ -211,12 +211,12 @@ class MirrorStateFile:
         return saved
 
     def save(self, saved: MirrorState) -> None:
-        """Replace it whole, durably."""
+        """Replace the mirror's state file whole, durably."""
         replace_file(self.path, msgspec.json.encode(saved), mode=0o600)
 
 
 def state_folder(folder: Path | None, data: Path, run_id: str) -> Path:
-    """Return the directory of the state files, created if it is missing.
+    """Return the directory of the mirrors' state files, created if it is missing.
 
     It is in the run directory if that belongs to this user, so that a requeued job continues it.
 
@@ -245,19 +245,10 @@ def mirror_run(
     sleep: Callable[[], None],
     say: Callable[[str], None],
 ) -> None:
-    """Mirror a run until it is over.
+    """Mirror a run to a tracker until the run is over.
 
-    Args:
-        opened: source of the run.
-        run_id: the run.
-        target: target of the mirror.
-        state: state of the run.
-        open_tracker: opens the run in the tracker.
-        is_over: whether the run has ended for good.
-        alive: is called once the tracker is open, and after each of its calls, with the rows that
-            it wrote.
-        sleep: waits until the next poll.
-        say: prints messages.
+    ``alive`` is called once the tracker is open, and after each of its calls, with the rows that it
+    wrote. ``sleep`` waits until the next poll.
     """
     with state.lock():
         saved = state.load()
@@ -271,12 +262,18 @@ def mirror_run(
         alive(0)
         verb = "resumes" if saved.num_rows else "begins"
         say(f"{verb}: {target} has {humanize_count(saved.num_rows, 'row')}")
-        pen = _BatchWriter(tracker, state, saved, alive)
         while True:
             over = is_over(detail.summary)
             num_before = saved.num_rows
             for batch in follower.read_batches(detail, whole=over):
-                pen.write(batch.entries, batch.cursor)
+                if not saved.is_writing:
+                    saved.is_writing, saved.kept = True, tracker.kept
+                    state.save(saved)
+                tracker.write(batch.entries)
+                saved.cursor, saved.kept, saved.is_writing = batch.cursor, tracker.kept, False
+                saved.num_rows += len(batch.entries)
+                state.save(saved)
+                alive(len(batch.entries))
             if over and num_before == saved.num_rows:
                 break
             if not over:
@@ -288,28 +285,3 @@ def mirror_run(
         saved.kept = tracker.kept
         state.save(saved)
         say(f"done: {humanize_count(saved.num_rows, 'row')}, the run is {detail.summary.state}")
-
-
-class _BatchWriter:
-    """Writes batches, and saves its position."""
-
-    def __init__(
-        self,
-        tracker: Tracker,
-        state: MirrorStateFile,
-        saved: MirrorState,
-        alive: Callable[[int], None],
-    ) -> None:
-        self._tracker, self._state, self._saved, self._alive = tracker, state, saved, alive
-
-    def write(self, entries: Sequence[Entry], cursor: Cursor) -> None:
-        """Write a batch to the tracker, and save the mirror's position."""
-        saved = self._saved
-        if not saved.is_writing:
-            saved.is_writing, saved.kept = True, self._tracker.kept
-            self._state.save(saved)
-        self._tracker.write(entries)
-        saved.cursor, saved.kept, saved.is_writing = cursor, self._tracker.kept, False
-        saved.num_rows += len(entries)
-        self._state.save(saved)
-        self._alive(len(entries))

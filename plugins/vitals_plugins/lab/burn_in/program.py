@@ -57,6 +57,7 @@ class BurnInDevice:
         self.thread = ThreadPoolExecutor(1, initializer=self._bind_thread)
 
     def _bind_thread(self) -> None:
+        """Bind the burn-in's thread to its core, or to its GPU."""
         torch.set_num_threads(1)
         if self.core is not None:
             os.sched_setaffinity(0, {self.core})  # 0 is this thread, not the process
@@ -64,7 +65,7 @@ class BurnInDevice:
             torch.cuda.set_device(self.device)
 
     def try_memory(self, visit: int) -> WrongAnswer | None:
-        """Test a new block of memory until the allowed amount is allocated; then each in turn."""
+        """Test a new memory block until the allowed amount is allocated, then each in turn."""
         size = min(BLOCK_BYTES[self.device.type], self.max_bytes)
         if not self.blocks or (len(self.blocks) + 1) * size <= self.max_bytes:
             self.blocks.append(torch.empty(size // 8, dtype=torch.int64, device=self.device))
@@ -74,7 +75,7 @@ class BurnInDevice:
         return memory(self.blocks[index], visit + turn)
 
     def check(self) -> dict[str, str]:
-        """Return the current results, as one of the doctor's checks."""
+        """Return the burn-in's current results for this device, as one of the doctor's checks."""
         tried = ", ".join(f"{kernel} {count:,}x" for kernel, count in self.rounds.items())
         megabytes = sum(block.nbytes for block in self.blocks) >> 20
         parts = [self.model, f"{tried} ({megabytes:,} MiB held)", self.failed]
@@ -108,7 +109,7 @@ Kernel = Callable[[BurnInDevice, int], WrongAnswer | None]
 
 
 def find_devices() -> list[BurnInDevice]:
-    """Return every GPU; without one, every core that this process may use."""
+    """Return every GPU to burn in; without one, every core that this process may use."""
     gpus = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -129,7 +130,7 @@ def find_devices() -> list[BurnInDevice]:
 
 
 def kernels_for(devices: Sequence[BurnInDevice]) -> dict[str, Kernel]:
-    """Return the kernels of each device, by name."""
+    """Return the burn-in's kernels for the devices, by name."""
     kernels: dict[str, Kernel] = {}
     is_on_gpu = devices[0].device.type == "cuda"
     for dtype in LARGEST:
@@ -149,7 +150,7 @@ def kernels_for(devices: Sequence[BurnInDevice]) -> dict[str, Kernel]:
 
 
 def all_reduce_kernel(devices: Sequence[BurnInDevice]) -> Kernel:
-    """Return a kernel that sums over devices: all GPUs by NCCL, or pairs of cores by gloo.
+    """Return a kernel that sums over tested devices: all GPUs by NCCL, or core pairs by gloo.
 
     Each rank is a device's thread. The groups are private: no default group, no rendezvous.
     """
@@ -180,7 +181,7 @@ def all_reduce_kernel(devices: Sequence[BurnInDevice]) -> Kernel:
 def try_devices(
     devices: Sequence[BurnInDevice], kernels: dict[str, Kernel], *, seconds: float
 ) -> Iterator[list[dict[str, str]]]:
-    """Run the kernels in turn, each on all devices at once; yield the results after each.
+    """Burn in: run the kernels in turn, on all devices at once; yield the results after each.
 
     Ends after the given time, with the running kernels. A device on which a kernel raises is not
     tested any more (after a GPU fault every call to it raises), nor are sums over all devices.
@@ -211,7 +212,7 @@ def try_devices(
 
 
 def main(seconds: float) -> None:
-    """Test all devices, and print the results after each kernel."""
+    """Test all devices for the burn-in, and print the results after each kernel."""
     os.nice(19)
     with contextlib.suppress(OSError):  # not Linux
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -26,7 +26,7 @@ _PROGRAM = (sys.executable, "-m", "vitals_plugins.lab.burn_in.program")
 
 
 def running_here(environ: Mapping[str, str]) -> list[str]:
-    """Return the ids of this user's runs with ranks on this node that are alive."""
+    """Return the ids of this user's runs with ranks alive on this node, before a burn-in."""
     runs = set()
     base = next(private_bases(environ, []), None)
     for journal in find_journals(base) if base else []:

@@ -21,6 +21,7 @@ from trainvitals.errors import FormatError, MissingDependencyError, StorageError
 from trainvitals.io.private import replace_file
 from trainvitals.jsonable import to_json
 from trainvitals.printable import name_type
+from vitals_plugins.lab.entry import CONTRACT, EntryResult, run_entry_function
 from vitals_plugins.lab.landscape.picture import draw_landscape
 from vitals_plugins.lab.landscape.words import (
     landscape_sentences,
@@ -30,7 +31,6 @@ from vitals_plugins.lab.landscape.words import (
     path_facts,
     path_sentences,
 )
-from vitals_plugins.lab.repro.entry import CONTRACT, EntryResult, run_entry_function
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -85,8 +85,7 @@ def landscape(
         int, typer.Option(min=1, max=2, help="1: along one random direction; 2: a plane of two.")
     ] = 1,
     radius: Annotated[
-        float,
-        typer.Option(help="Distance; at 1 each filter has moved by its own length."),
+        float, typer.Option(help="Distance; at 1 each filter has moved by its own length.")
     ] = 1.0,
     points: Annotated[
         int, typer.Option(show_default="41, or 21 on a plane", help="Along each direction; odd.")
@@ -171,15 +170,9 @@ class _Scene(NamedTuple):
 
 
 def _measure_losses(
-    scene: _Scene,
-    places: Sequence[float],
-    *,
-    dimensions: int,
-    batches: int,
-    seed: int,
-    mode: str,
+    scene: _Scene, places: Sequence[float], *, dimensions: int, batches: int, seed: int, mode: str
 ) -> tuple[str, str, int, Losses]:
-    """Return start, end, number of batches, and the losses."""
+    """Return the start, end, number of batches, and losses of a loss landscape."""
     try:
         import torch
     except ImportError:
@@ -226,7 +219,7 @@ def _measure_losses(
 
 
 def _point_positions(dimensions: int, radius: float, points: int, *, is_path: bool) -> list[float]:
-    """Return the positions along a direction; 0, the checkpoint, is among them.
+    """Return the positions along a landscape's direction; 0, the checkpoint, is among them.
 
     Raises:
         UsageError: the radius or number of points is invalid.
@@ -250,6 +243,7 @@ def _point_positions(dimensions: int, radius: float, points: int, *, is_path: bo
 def _surface_facts(
     places: Sequence[float], losses: Losses, within: float, *, is_path: bool
 ) -> dict[str, Any]:
+    """Return the facts of a loss landscape for JSON: of its path, or of each direction."""
     if is_path:
         return {"path": path_facts(places, losses[0])._asdict()}
     facts = [line_facts(places, line, within) for line in middle_lines(losses)]
@@ -286,7 +280,7 @@ def _write_output(path: Path, content: bytes, *, force: bool) -> None:
 
 
 def _load_first_batches(built: EntryResult, num: int, entry: str, seed: int) -> list[Any]:
-    """Return the loader's first batches.
+    """Return the loader's first batches, on which a loss landscape is measured.
 
     Raises:
         UsageError: there is no loader, or it is empty.
@@ -308,7 +302,7 @@ def _load_first_batches(built: EntryResult, num: int, entry: str, seed: int) -> 
 
 
 def _load_checkpoint(checkpoint: str, step: int, directory: Path, model: nn.Module) -> str:
-    """Load the checkpoint into the model; return its name.
+    """Load the checkpoint at a loss landscape's center into the model; return its name.
 
     Raises:
         UsageError: it does not exist, or belongs to another model.
@@ -357,7 +351,7 @@ def _load_end(to: str, checkpoint: str, directory: Path, model: nn.Module) -> st
 
 
 def _load_file(path: Path, model: nn.Module) -> None:
-    """Load a state dict; nothing in the file is run.
+    """Load a state dict for a loss landscape; nothing in the file is run.
 
     Raises:
         FormatError: it is not a checkpoint.
@@ -406,6 +400,3 @@ def _state_in(path: Path) -> dict[str, Tensor]:
             hint="save one: torch.save(model.state_dict(), FILE)",
         )
     return {clean_name(str(name)).removeprefix("module."): part for name, part in content.items()}
-
-
-__all__ = ["landscape", "register"]

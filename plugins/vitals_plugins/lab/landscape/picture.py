@@ -22,14 +22,10 @@ _NOT_FINITE = "#cc0000"
 def draw_landscape(
     places: Sequence[float], losses: Losses, *, title: str, along: str, lines: Sequence[str] = ()
 ) -> str:
-    """Return the plot: a curve for one row, a color map for several.
+    """Return a loss landscape's plot: a curve for one row, a color map for several.
 
-    Args:
-        places: along each direction.
-        losses: rows of the second direction; one row is a line.
-        title: above it.
-        along: label of the x-axis.
-        lines: sentences below that.
+    ``losses`` are rows of the second direction; one row is a line. ``along`` is the label of the
+    x-axis, and ``lines`` are sentences below it.
     """
     finite = PlotColumn()
     for loss in (loss for row in losses for loss in row if math.isfinite(loss)):
@@ -62,7 +58,6 @@ def draw_landscape(
 
 
 def _draw_curve(places: Sequence[float], losses: Sequence[float], axis: ValueScale) -> list[Node]:
-    """Return the SVG nodes of a loss landscape along one direction."""
     what = "loss (logarithmic)" if axis.is_log else "loss"
     parts = [_draw_text(4, -8, what)]
     parts += [
@@ -85,6 +80,7 @@ def _draw_curve(places: Sequence[float], losses: Sequence[float], axis: ValueSca
 
 
 def _draw_heatmap(places: Sequence[float], losses: Losses, axis: ValueScale) -> list[Node]:
+    """Return the SVG nodes of a loss landscape on a plane, a colored square per point."""
     size = _SIZE / len(places)
     parts = []
     for up, (row, second) in enumerate(zip(losses, places, strict=True)):
@@ -114,6 +110,7 @@ def _draw_heatmap(places: Sequence[float], losses: Losses, axis: ValueScale) -> 
 
 
 def _draw_x_axis(places: Sequence[float], along: str) -> list[Node]:
+    """Return the SVG nodes of a loss landscape's horizontal axis: a label and three positions."""
     shown = dict.fromkeys((places[0], places[len(places) // 2], places[-1]))
     parts = [
         _draw_text(_x_position(places, place), _SIZE + 16, f"{place:.3g}", anchor="middle")
@@ -123,11 +120,11 @@ def _draw_x_axis(places: Sequence[float], along: str) -> list[Node]:
 
 
 def _x_position(places: Sequence[float], place: float) -> float:
+    """Return the x of a position in a loss landscape's plot."""
     return _SIZE * (place - places[0]) / (places[-1] - places[0])
 
 
 def _y_position(axis: ValueScale, loss: float) -> float:
-    """Return the y of a loss in a loss landscape's plot."""
     return 10 + (1.0 - axis.part(loss)) * (_SIZE - 20)
 
 
@@ -140,4 +137,5 @@ def _color(part: float) -> str:
 
 
 def _draw_text(x: float, y: float, text: str, *, anchor: str = "start") -> Node:
+    """Return an SVG text for a loss landscape's plot."""
     return make_element("text", text, x=round(x, 1), y=round(y, 1), text_anchor=anchor)

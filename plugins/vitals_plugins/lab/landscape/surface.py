@@ -20,18 +20,14 @@ Direction = Sequence[Tensor | None]
 
 
 def random_directions(model: nn.Module, num: int, seed: int) -> list[Direction]:
-    """Return random directions with filters as long as the model's own.
+    """Return a loss landscape's random directions, with filters as long as the model's own.
 
     Filter normalization (Li et al., "Visualizing the Loss Landscape of Neural Nets", 2018, section
     4): each filter of a normal direction is scaled to the norm of the same filter of the weights,
     so that the sharpness does not depend on the scale of the weights. A filter is a slice of the
     first axis: for a linear layer the weights of one output, for an embedding one token's. Biases
     and the parameters of norms (all with one axis), frozen parameters and buffers are unchanged.
-
-    Args:
-        model: with the weights at the start of the directions.
-        num: number of directions.
-        seed: equal seeds give equal directions, on every device.
+    Equal seeds give equal directions, on every device.
 
     Raises:
         UsageError: no trainable parameter has two axes.
@@ -51,6 +47,7 @@ def random_directions(model: nn.Module, num: int, seed: int) -> list[Direction]:
 
 
 def _filter_normalized_noise(tensor: Tensor, generator: torch.Generator) -> Tensor | None:
+    """Return a landscape's random direction of a tensor, with its filters' lengths; or None."""
     is_moved = isinstance(tensor, nn.Parameter) and tensor.requires_grad
     if not is_moved or tensor.ndim < 2 or not tensor.is_floating_point() or not tensor.numel():
         return None
@@ -64,20 +61,17 @@ def _filter_normalized_noise(tensor: Tensor, generator: torch.Generator) -> Tens
 
 
 def copy_model_tensors(model: nn.Module) -> list[Tensor]:
-    """Return copies of the model's parameters and buffers, in the order of ``slots``."""
+    """Return copies of parameters and buffers for a landscape, in the order of ``slots``."""
     return [tensor.detach().clone() for _, _, tensor in slots(model)]
 
 
 def direction_to_weights(model: nn.Module, other: Sequence[Tensor]) -> Direction:
-    """Return the direction that ends, at 1, in other weights of the same model.
+    """Return a landscape's direction that ends, at 1, in other weights of the same model.
 
     All floating-point parameters and buffers, including those of norms: at 1 it is the other model.
     The straight line between two states is that of Goodfellow et al., "Qualitatively characterizing
-    neural network optimization problems", 2015.
-
-    Args:
-        model: with the weights at its start.
-        other: result of ``copy_model_tensors`` at the other end.
+    neural network optimization problems", 2015. ``other`` is the result of ``copy_model_tensors``
+    at the other end.
     """
     return [
         end.to(_sum_dtype(tensor)) - tensor.detach().to(_sum_dtype(tensor))
@@ -88,7 +82,7 @@ def direction_to_weights(model: nn.Module, other: Sequence[Tensor]) -> Direction
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the type in which a tensor's values are summed: at least float32."""
+    """Return the type in which a landscape sums a tensor's values: at least float32."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -123,6 +117,7 @@ class LossSurface:
         return sum(self._batch_loss(batch) for batch in self._batches) / len(self._batches)
 
     def _batch_loss(self, batch: Any) -> float:
+        """Return the loss of a batch at the moved weights, by the user's loss function."""
         try:
             with torch.set_grad_enabled(self._needs_grad):
                 loss = self._scene.loss_of(copied(batch, None))
@@ -138,6 +133,7 @@ class LossSurface:
 
 
 def _loss_function_error(what: str) -> UsageError:
+    """Return the error that a landscape's loss function returned no loss."""
     return UsageError(
         f"loss_of {what}", hint="it gets a batch as the loader gives it, and returns its loss"
     )
@@ -147,7 +143,7 @@ def _loss_function_error(what: str) -> UsageError:
 def open_loss_surface(
     model: nn.Module, loss_of: LossOf, batches: Sequence[Any], *, mode: Mode, seed: int
 ) -> Iterator[LossSurface]:
-    """Yield the loss around the model's weights, which are restored afterwards.
+    """Yield the loss landscape around the model's weights, which are restored afterwards.
 
     Weights, buffers, gradients (none afterwards), generators, and training modes.
 
@@ -183,7 +179,7 @@ def losses_along(
     places: Sequence[float],
     on_point: Callable[[], None] = lambda: None,
 ) -> Losses:
-    """Return the losses at the positions along one direction, or on the grid of two."""
+    """Return a landscape's losses at positions along one direction, or on the grid of two."""
     first, *second = directions
     rows = []
     for up in places if second else (0.0,):
@@ -193,17 +189,3 @@ def losses_along(
             on_point()
         rows.append(tuple(row))
     return tuple(rows)
-
-
-__all__ = [
-    "MODES",
-    "Direction",
-    "LossSurface",
-    "Losses",
-    "Mode",
-    "copy_model_tensors",
-    "direction_to_weights",
-    "losses_along",
-    "open_loss_surface",
-    "random_directions",
-]

@@ -35,12 +35,10 @@ class LineFacts(NamedTuple):
 
 
 def line_facts(places: Sequence[float], losses: Sequence[float], within: float) -> LineFacts | None:
-    """Return facts about the loss along a line; None if its middle is non-finite.
+    """Return facts about the loss along a landscape's line; None if its middle is non-finite.
 
-    Args:
-        places: rising and evenly spaced; one of them is 0.
-        losses: one for each.
-        within: share of the middle's loss.
+    ``places`` are rising and evenly spaced, one of them 0; ``within`` is a share of the middle's
+    loss.
     """
     middle = min(range(len(places)), key=lambda i: abs(places[i]))
     centre = losses[middle]
@@ -72,7 +70,7 @@ def line_facts(places: Sequence[float], losses: Sequence[float], within: float) 
 def _distance_below_limit(
     places: Sequence[float], losses: Sequence[float], way: range, most: float
 ) -> tuple[float, bool]:
-    """Return how far the loss stays below a limit, and whether it does to the end."""
+    """Return the distance for which a landscape's loss stays below a limit; whether to the end."""
     before = way[0]
     for at in way:
         if math.isfinite(losses[at]) and losses[at] <= most:
@@ -98,7 +96,7 @@ class PathFacts(NamedTuple):
 
 
 def path_facts(places: Sequence[float], losses: Sequence[float]) -> PathFacts:
-    """Return facts about the line from 0 to 1."""
+    """Return facts about the loss on a landscape's path, from 0 to 1."""
     begin, end = losses[0], losses[-1]
     if not (math.isfinite(begin) and math.isfinite(end)):
         return PathFacts(begin, end, None, math.nan, math.nan)
@@ -108,12 +106,12 @@ def path_facts(places: Sequence[float], losses: Sequence[float]) -> PathFacts:
 
 
 def num_nonfinite(losses: Losses) -> int:
-    """Return how many cells are NaN or infinite."""
+    """Return how many points of a loss landscape are NaN or infinite."""
     return sum(not math.isfinite(loss) for row in losses for loss in row)
 
 
 def middle_lines(losses: Losses) -> list[tuple[float, ...]]:
-    """Return the losses along each direction through the middle."""
+    """Return a landscape's losses along each direction through the middle."""
     if len(losses) == 1:
         return [losses[0]]
     middle = len(losses) // 2
@@ -141,6 +139,7 @@ def landscape_sentences(places: Sequence[float], losses: Losses, within: float) 
 
 
 def _line_sentences(facts: LineFacts, number: int, centre: float, within: float) -> Iterator[str]:
+    """Yield sentences about the curvature, slope and width along one direction of a landscape."""
     along = f"Along direction {number}"
     if facts.curvature is None or facts.slope is None:
         yield f"{along} the loss next to the checkpoint is not finite: the curvature is unknown."
@@ -164,7 +163,7 @@ def _line_sentences(facts: LineFacts, number: int, centre: float, within: float)
 
 
 def path_sentences(places: Sequence[float], losses: Losses) -> Iterator[str]:
-    """Yield sentences about the loss between two states."""
+    """Yield sentences about the loss on a landscape's path between two states."""
     facts = path_facts(places, losses[0])
     yield f"The loss is {facts.begin:.4g} at the beginning and {facts.end:.4g} at the end."
     if facts.barrier is None:
@@ -180,19 +179,8 @@ def path_sentences(places: Sequence[float], losses: Losses) -> Iterator[str]:
 
 
 def _nonfinite_points_sentence(losses: Losses) -> Iterator[str]:
+    """Yield a sentence about the non-finite points of a loss landscape, if it has any."""
     bad = num_nonfinite(losses)
     if bad:
         total = sum(map(len, losses))
         yield f"{bad:,} of {total:,} points are not finite (NaN or infinite)."
-
-
-__all__ = [
-    "LineFacts",
-    "PathFacts",
-    "landscape_sentences",
-    "line_facts",
-    "middle_lines",
-    "num_nonfinite",
-    "path_facts",
-    "path_sentences",
-]

@@ -72,9 +72,7 @@ def show_plan(
     an upper bound for the tensors; 8% of a GPU is left to its driver, NCCL and fragmentation.
     """
     if precision not in _TYPES:
-        raise UsageError(
-            f"--precision is {precision!r}; it must be one of {', '.join(_TYPES)}",
-        )
+        raise UsageError(f"--precision is {precision!r}; it must be one of {', '.join(_TYPES)}")
     if bool(layers) != bool(width):
         raise UsageError("--layers and --width go together", hint="give both, or neither")
     sized = min(max(1e3, params), 1e16)  # otherwise the plan reports an invalid size
@@ -102,6 +100,7 @@ def show_plan(
 def _write_plan(
     plan_input: PlanInput, result: TrainingPlan, form: Format, *, is_guessed: bool
 ) -> None:
+    """Print the estimate of a planned training, with its formulas as notes."""
     notes = ["flops", "attention", "time", "batch", "states", "activations"]
     notes += ["shape"] if is_guessed else []
     mark = {name: f"[{number}]" for number, name in enumerate(notes, 1)}

@@ -90,7 +90,7 @@ and 4) and of its activation (4)."""
 
 
 def shape_of(num_params: float, *, vocab: int = 0) -> Shape:
-    """Return the usual shape of a model with this many parameters.
+    """Return the usual shape of a planned model with this many parameters.
 
     ``N = 12 L d^2`` without embeddings (Kaplan et al., 2020, table 1), at ``d = 128 L``.
     """
@@ -112,14 +112,14 @@ class GpuMemoryNeed(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Their sum: memory in use during the first block's backward."""
+        """Return their sum: memory in use during the first block's backward."""
         return sum(self)
 
 
 def state_bytes(
     strategy: Strategy, num_params: float, num_gpus: int, training_type: TrainingType
 ) -> tuple[float, float, float]:
-    """Return the bytes of weights, gradients and AdamW's states on one GPU.
+    """Estimate the bytes of weights, gradients and AdamW's states on one GPU.
 
     With P the parameters and n the GPUs (Rajbhandari et al., ZeRO, 2020, sections 3.1 and 5):
     mixed precision has 2 P, 2 P and 12 P; ZeRO-1 has an n-th of the last, ZeRO-2 of the last two,
@@ -138,7 +138,7 @@ def state_bytes(
 def activation_bytes(
     shape: Shape, num_tokens: int, training_type: TrainingType, *, checkpointing: bool
 ) -> float:
-    """Return the bytes that backward needs of one forward pass over ``num_tokens`` tokens.
+    """Estimate the bytes that backward needs of one forward pass over ``num_tokens`` tokens.
 
     A block keeps 16 values a token and width (Korthikanti et al., 2022, section 4.1: 34 bytes with
     dropout, of which 2 are its masks, and with halves). With every block checkpointed it keeps its
@@ -161,7 +161,7 @@ def working_bytes(
     num_tokens: int,
     training_type: TrainingType,
 ) -> float:
-    """Return the other memory in use when backward starts.
+    """Estimate the other memory of a planned training in use when backward starts.
 
     FSDP has two gathered blocks, the current and the next, and the current one's gradients (Zhao et
     al., PyTorch FSDP, 2023, section 3.3); DDP a copy of the gradients in buckets, unless
@@ -188,7 +188,7 @@ def peak_gpu_memory(
     training_type: TrainingType,
     checkpointing: bool,
 ) -> GpuMemoryNeed:
-    """Return one GPU's peak memory, with gradients of earlier micro-batches present.
+    """Estimate one GPU's peak memory, with gradients of earlier micro-batches present.
 
     Args:
         strategy: how states are divided over the GPUs.
@@ -207,12 +207,12 @@ def peak_gpu_memory(
 
 
 def chinchilla_loss(num_params: float, tokens: float) -> float:
-    """Return the loss that a model of this size ends with: Hoffmann et al., 2022, equation 10."""
+    """Estimate the loss that a model of this size ends with: Hoffmann et al., 2022, equation 10."""
     return float(1.69 + 406.4 / num_params**0.34 + 410.7 / tokens**0.28)
 
 
 def critical_batch(loss: float) -> float:
-    """Return the critical batch in tokens at a loss: Kaplan et al., 2020, equation 1.4."""
+    """Estimate the critical batch in tokens at a loss: Kaplan et al., 2020, equation 1.4."""
     return float(2e8 / loss ** (1 / 0.21))
 
 
@@ -228,7 +228,7 @@ class BatchSizeCost(NamedTuple):
 
 
 def batch_size_cost(tokens: float, noise_scale: float, batch_tokens: float = 0.0) -> BatchSizeCost:
-    """Return a batch size with its cost; by default as large as the noise scale.
+    """Estimate a batch size's cost for a plan; by default it is as large as the noise scale.
 
     ``(S / S_min - 1) (E / E_min - 1) = 1`` with ``B_noise = E_min / S_min`` (McCandlish et al.,
     2018, equations 2.7 and 2.11), so a batch B needs ``1 + B_noise / B`` times the steps and
@@ -336,7 +336,7 @@ _USABLE = 0.92
 
 
 def plan_training(plan_input: PlanInput) -> TrainingPlan:
-    """Return the resources of a training.
+    """Estimate the resources of a planned training.
 
     Raises:
         UsageError: the GPU has no peak for the type.
@@ -393,21 +393,3 @@ def plan_training(plan_input: PlanInput) -> TrainingPlan:
         gpu_hours=hours,
         price=hours * plan_input.gpu_hour_price if plan_input.gpu_hour_price else None,
     )
-
-
-__all__ = [
-    "GPUS",
-    "SOURCES",
-    "STRATEGIES",
-    "GpuMemoryNeed",
-    "PlanInput",
-    "Shape",
-    "TrainingPlan",
-    "batch_size_cost",
-    "chinchilla_loss",
-    "critical_batch",
-    "peak_gpu_memory",
-    "plan_training",
-    "shape_of",
-    "state_bytes",
-]

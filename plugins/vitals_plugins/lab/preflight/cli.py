@@ -61,7 +61,7 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the `vitals preflight` command."""
     app.command(
         epilog="Example: vitals preflight -- torchrun --nproc-per-node 8 train.py",
         context_settings={"ignore_unknown_options": True},
@@ -161,6 +161,7 @@ def preflight(
 
 
 def _local_environ() -> Mapping[str, str]:
+    """Return the environment for a preflight on this node only: gloo uses the loopback."""
     # The name of a suspected node may not resolve; no other node takes part.
     return {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
 
@@ -173,7 +174,7 @@ def conclude(
     settings: str = "",
     num_gpus: int = 0,
 ) -> PreflightResult:
-    """Judge the reports, store them in the history, and return the result.
+    """Judge the preflight's reports, store them in the history, and return the result.
 
     Args:
         launched: the reports.
@@ -211,6 +212,7 @@ def conclude(
 
 
 def _list_failing(history: NodeHistory, form: PreflightFormat) -> None:
+    """Print the nodes that failed earlier preflights repeatedly, in the requested format."""
     histories = history.read_all()
     failing = failing_nodes(histories)
     if not histories:
@@ -230,6 +232,7 @@ def _list_failing(history: NodeHistory, form: PreflightFormat) -> None:
 
 
 def _write_failing(failing: Sequence[FailingNode]) -> None:
+    """Print a table of the nodes that failed earlier preflights repeatedly."""
     rows = [
         (
             each.node,
@@ -243,6 +246,7 @@ def _write_failing(failing: Sequence[FailingNode]) -> None:
 
 
 def _write_result(result: PreflightResult) -> None:
+    """Print a preflight's measurements by rank, and its findings."""
     header = ("rank", "node", "gemm", "memory", "loader", "disk", "fsync", "all-reduce", "clock")
     write_rows(header, [_row(report) for report in result.reports], Format.TABLE)
     typer.echo("")
@@ -259,6 +263,7 @@ def _write_result(result: PreflightResult) -> None:
 
 
 def _row(report: PreflightReport) -> tuple[str, ...]:
+    """Return a rank's measurements as a row of the preflight's table."""
     figures = report.figures
     return (
         str(report.rank),
@@ -274,6 +279,7 @@ def _row(report: PreflightReport) -> tuple[str, ...]:
 
 
 def _rate(value: float | None, unit: str = "B/s") -> str:
+    """Return a rate that a preflight measured as text; a dash if it is missing."""
     if value is None:
         return "-"
     return f"{value:.3g} {unit}" if unit != "B/s" else f"{humanize_bytes(value)}/s"

@@ -65,7 +65,7 @@ class NodeHistory:
         """Files that could not be read or written."""
 
     def read(self, node: str) -> list[NodeCheck] | None:
-        """Return the checks of a node, oldest first; None if its file cannot be read now.
+        """Return a node's preflights, oldest first; None if its file cannot be read now.
 
         A file with damaged content is renamed, and the history starts again. Another one, such as
         a file of another user, stays as it is.
@@ -73,7 +73,7 @@ class NodeHistory:
         return self._read(self._path(node), is_renamed=True)
 
     def read_all(self) -> dict[str, list[NodeCheck]]:
-        """Return the checks of all nodes; changes no file.
+        """Return the earlier preflights of all nodes; changes no file.
 
         Raises:
             UsageError: the Vitals directory does not exist.
@@ -110,12 +110,14 @@ class NodeHistory:
             self._report(self._path(node), error)
 
     def _path(self, node: str) -> Path:
+        """Return the file of a node's earlier preflights."""
         name = safe_node_id(node)
         if name != node:  # two nodes must not share a file
             name = f"{name[:47]}-{hashlib.sha256(node.encode()).hexdigest()[:16]}"
         return self._directory / f"{name}.json"
 
     def _read(self, path: Path, *, is_renamed: bool = False) -> list[NodeCheck] | None:
+        """Read a file of earlier preflights; None if it cannot be read, and report why."""
         try:
             return msgspec.json.decode(read_own(path), type=list[NodeCheck])
         except FileNotFoundError:
@@ -128,7 +130,7 @@ class NodeHistory:
             return None
 
     def _rename_damaged(self, path: Path) -> list[NodeCheck] | None:
-        """Rename a file, replacing an earlier damaged one: at most one per node."""
+        """Rename a node's damaged history, replacing an earlier one: at most one per node."""
         try:
             path.rename(path.with_suffix(".damaged"))
         except OSError as error:
@@ -137,6 +139,7 @@ class NodeHistory:
         return []
 
     def _report(self, path: Path, error: Exception) -> None:
+        """Add a problem with a node's history, once."""
         text = error.text if isinstance(error, VitalsError) else str(error)
         problem = text if str(path) in text else f"{path}: {text}"
         if problem not in self.problems:
@@ -144,7 +147,7 @@ class NodeHistory:
 
 
 def baseline(checks: Sequence[NodeCheck], current: NodeCheck) -> Baseline:
-    """Return the checks without a fault: others would lower the reference."""
+    """Return a node's preflights without a fault: others would lower the reference."""
     clean = [each for each in checks if not each.kinds and each.settings == current.settings]
     figures = [
         each.figures
@@ -164,7 +167,7 @@ def node_checks(
     now_unix_ns: int,
     settings: str = "",
 ) -> dict[str, NodeCheck]:
-    """Return what to store for each node."""
+    """Return the results of a preflight to store for each node."""
     by_node: dict[str, list[PreflightReport]] = {}
     for report in reports:
         by_node.setdefault(report.node, []).append(report)
@@ -190,6 +193,7 @@ def node_checks(
 
 
 def _medians(reports: Sequence[PreflightReport]) -> dict[str, float]:
+    """Return each measurement's median over a node's ranks in a preflight."""
     values = {
         spec.name: [each.figures[spec.name] for each in reports if spec.name in each.figures]
         for spec in FIGURES
@@ -198,7 +202,7 @@ def _medians(reports: Sequence[PreflightReport]) -> dict[str, float]:
 
 
 def failing_nodes(checks_by_node: Mapping[str, Sequence[NodeCheck]]) -> tuple[FailingNode, ...]:
-    """Return the nodes that fail repeatedly."""
+    """Return the nodes that fail their latest preflights repeatedly."""
     failing = []
     for node, checks in sorted(checks_by_node.items()):
         latest = checks[-LAST_CHECKS:]
@@ -218,7 +222,7 @@ def failing_nodes(checks_by_node: Mapping[str, Sequence[NodeCheck]]) -> tuple[Fa
 
 
 def exclude_list(nodes: Iterable[FailingNode]) -> str:
-    """Return the nodes as ``sbatch --exclude`` takes them."""
+    """Return nodes that failed preflights as ``sbatch --exclude`` takes them."""
     return ",".join(each.node for each in nodes)
 
 

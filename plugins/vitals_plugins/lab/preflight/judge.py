@@ -73,39 +73,47 @@ class Baseline(msgspec.Struct, frozen=True):
     """Ranks with a GPU in the latest of them; 0 if the number is not comparable."""
 
 
+_NO_BASELINE = Baseline("")
+
+
+def _failure(
+    kind: str, ranks: Iterable[int], text: str, hint: str, *, nodes: Sequence[str] = ()
+) -> PreflightFinding:
+    return PreflightFinding(
+        kind=kind, severity="fail", ranks=tuple(ranks), nodes=tuple(nodes), text=text, hint=hint
+    )
+
+
+def _note(kind: str, ranks: Iterable[int], text: str, hint: str) -> PreflightFinding:
+    return PreflightFinding(kind=kind, severity="note", ranks=tuple(ranks), text=text, hint=hint)
+
+
 def judge(
     reports: Sequence[PreflightReport],
     *,
-    world_size: int | None = None,
     baselines: Mapping[str, Baseline] | None = None,
     num_gpus: int = 0,
 ) -> tuple[PreflightFinding, ...]:
-    """Return the problems, failures first.
+    """Return the problems that a preflight found, failures first.
 
     Args:
         reports: the latest report of each rank that sent one.
-        world_size: expected number of ranks; None takes it from the reports.
         baselines: history by node.
         num_gpus: GPUs that each node must have; 0 if unknown.
     """
     if not reports:
-        return (
-            PreflightFinding(
-                kind="no_report",
-                severity="fail",
-                text="no rank reported anything",
-                hint="see the launcher's output above. Vitals must be installed where torchrun "
-                "runs, also in a container; on a busy machine, raise --budget",
-            ),
+        hint = (
+            "see the launcher's output above. Vitals must be installed where torchrun runs, also "
+            "in a container; on a busy machine, raise --budget"
         )
+        return (_failure("no_report", (), "no rank reported anything", hint),)
     reports = sorted(reports, key=lambda each: each.rank)
     baselines = baselines or {}
-    world_size = world_size or max(each.world_size for each in reports)
     slow = _slow_ranks(reports, baselines)
     slow_ranks = {rank for each in slow if each.severity == "fail" for rank in each.ranks}
     findings = [
-        *_silent_ranks(reports, world_size),
-        *(_missing_gpus(reports, baselines, num_gpus) if len(reports) == world_size else ()),
+        *_silent_ranks(reports),
+        *_missing_gpus(reports, baselines, num_gpus),
         *_errors(reports),
         *_wrong_results(reports),
         *slow,
@@ -121,19 +129,23 @@ def judge(
 # ------------------------------------------------------------------------ ranks that did not end
 
 
-def _silent_ranks(
-    reports: Sequence[PreflightReport], world_size: int
-) -> Iterable[PreflightFinding]:
-    missing = sorted(set(range(world_size)) - {each.rank for each in reports})
-    if missing:
-        yield PreflightFinding(
-            kind="missing_rank",
-            severity="fail",
-            ranks=tuple(missing),
-            text=f"{name_ranks(missing)} of {world_size} did not report",
-            hint="check that the launcher started them, or raise --budget on a busy machine",
-        )
+def _missing_ranks(reports: Sequence[PreflightReport]) -> list[int]:
+    world_size = max(each.world_size for each in reports)
+    return sorted(set(range(world_size)) - set(_ranks(reports)))
+
+
+def _silent_ranks(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:
+    """Yield the ranks of a preflight that did not report, or did not finish."""
+    missing = _missing_ranks(reports)
     running = [each for each in reports if each.stage < DONE]
+    if missing:
+        world_size = max(each.world_size for each in reports)
+        yield _failure(
+            "missing_rank",
+            missing,
+            f"{name_ranks(missing)} of {world_size} did not report",
+            "check that the launcher started them, or raise --budget on a busy machine",
+        )
     if not running or missing:
         return
     first = min(each.stage for each in running)
@@ -152,23 +164,20 @@ def _silent_ranks(
         nodes = _culprits(dead, reports, first) if is_early else ()
         if not nodes and any(each.errors for each in running):
             return  # reported as an error
-    yield PreflightFinding(
-        kind="no_answer",
-        severity="fail",
-        ranks=tuple(each.rank for each in behind),
-        nodes=nodes,
-        text=f"{_ranks_on_nodes(behind)} stopped in {STAGES[first]}{'' if nodes else _UNKNOWN}",
-        hint="see dmesg on the node, or raise --budget on a busy machine"
+    hint = (
+        "see dmesg on the node, or raise --budget on a busy machine"
         if nodes
         else "check the file server, and the network between the nodes (NCCL_SOCKET_IFNAME, "
-        "firewall), or raise --budget on a busy machine",
+        "firewall), or raise --budget on a busy machine"
     )
+    text = f"{_ranks_on_nodes(behind)} stopped in {STAGES[first]}{'' if nodes else _UNKNOWN}"
+    yield _failure("no_answer", _ranks(behind), text, hint, nodes=nodes)
 
 
 def _culprits(
     at_fault: Sequence[PreflightReport], reports: Sequence[PreflightReport], stage: int
 ) -> tuple[str, ...]:
-    """Return the nodes at fault, or none if their cause may be a shared one.
+    """Return the nodes at fault in a preflight, or none if their cause may be a shared one.
 
     A file server, a quota or an image affects many nodes, and each of them if it is checked alone.
     """
@@ -181,78 +190,67 @@ def _culprits(
 def _missing_gpus(
     reports: Sequence[PreflightReport], baselines: Mapping[str, Baseline], num_gpus: int
 ) -> Iterable[PreflightFinding]:
+    """Yield the nodes with fewer GPUs than expected, or than in earlier preflights."""
+    if _missing_ranks(reports):
+        return
     least = int(any(each.is_gpu for each in reports))
     counts: dict[str, int] = defaultdict(int)
     for report in reports:
         counts[report.node] += report.is_gpu
     few = {}
     for node, num in counts.items():
-        earlier = baselines[node].num_gpus if node in baselines else 0
-        expected = max(num_gpus or earlier, least)
+        expected = max(num_gpus or baselines.get(node, _NO_BASELINE).num_gpus, least)
         if num < expected:
             few[node] = f"{node} has {num} of {expected} GPUs"
     if few:
         lost = [each for each in reports if each.node in few]
         nodes = _culprits(lost, reports, STAGES.index("gemm"))
-        yield PreflightFinding(
-            kind="missing_gpu",
-            severity="fail",
-            ranks=tuple(each.rank for each in lost),
-            nodes=nodes,
-            text=f"{'; '.join(few.values())}{'' if nodes else _UNKNOWN}",
-            hint="see nvidia-smi and dmesg on the node",
-        )
+        text = f"{'; '.join(few.values())}{'' if nodes else _UNKNOWN}"
+        hint = "see nvidia-smi and dmesg on the node"
+        yield _failure("missing_gpu", _ranks(lost), text, hint, nodes=nodes)
 
 
 def _errors(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:
-    local = [each for each in reports if any(_is_local(stage) for stage in each.errors)]
+    """Yield the errors of ranks in a preflight, by the measurement that failed."""
+    is_local = False
     for index, stage in enumerate(STAGES[:NUM_LOCAL]):
         failed = [each for each in reports if stage in each.errors]
         if failed:
+            is_local = True
             nodes = _culprits(failed, reports, index)
-            yield PreflightFinding(
-                kind="failed",
-                severity="fail",
-                ranks=tuple(each.rank for each in failed),
-                nodes=nodes,
-                text=f"{_ranks_on_nodes(failed)}: {stage} failed: {failed[0].errors[stage]}"
+            yield _failure(
+                "failed",
+                _ranks(failed),
+                f"{_ranks_on_nodes(failed)}: {stage} failed: {failed[0].errors[stage]}"
                 f"{'' if nodes else _UNKNOWN}",
-                hint="fix the node, or train without it"
+                "fix the node, or train without it"
                 if nodes
                 else "check the file server, its quota, the image and the limits",
+                nodes=nodes,
             )
-    others = [each for each in reports if each.errors and each not in local]
+    others = [each for each in reports if each.errors]
     # An error of a collective names no culprit: all ranks get one if one of them is missing.
-    if others and not local:
-        stage, text = next(iter(others[0].errors.items()))
-        yield PreflightFinding(
-            kind="failed",
-            severity="fail",
-            ranks=tuple(each.rank for each in others),
-            text=f"{stage} failed on {name_ranks([each.rank for each in others])}: {text}",
-            hint="check the network between the nodes; see the other findings",
-        )
-
-
-def _is_local(stage: str) -> bool:
-    return stage in STAGES[:NUM_LOCAL]
+    if others and not is_local:
+        stage, error = next(iter(others[0].errors.items()))
+        text = f"{stage} failed on {name_ranks(_ranks(others))}: {error}"
+        hint = "check the network between the nodes; see the other findings"
+        yield _failure("failed", _ranks(others), text, hint)
 
 
 def _wrong_results(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:
+    """Yield the ranks of a preflight that computed wrong results."""
     by_kernel: dict[str, list[PreflightReport]] = defaultdict(list)
     for report in reports:
         for wrong in report.wrong:
             by_kernel[wrong.partition(",")[0]].append(report)
     for kernel, wrong_reports in by_kernel.items():
-        yield PreflightFinding(
-            kind="wrong_result",
-            severity="fail",
-            ranks=tuple(each.rank for each in wrong_reports),
+        yield _failure(
+            "wrong_result",
+            _ranks(wrong_reports),
+            f"{kernel} was wrong on {_ranks_on_nodes(wrong_reports)}: {wrong_reports[0].wrong[0]}",
+            "drain the node, and test it: vitals doctor --burn-in 600",
             # All ranks get the same wrong sum, so a wrong sum of all ranks has no culprit.
             nodes=_culprits(wrong_reports, reports, STAGES.index("gemm")),
-            text=f"{kernel} was wrong on {_ranks_on_nodes(wrong_reports)}: "
-            f"{wrong_reports[0].wrong[0]}",
-            hint="drain the node, and test it: vitals doctor --burn-in 600",
         )
 
 
@@ -261,50 +259,49 @@ def _wrong_results(reports: Sequence[PreflightReport]) -> Iterable[PreflightFind
 
 def _slow_ranks(
     reports: Sequence[PreflightReport], baselines: Mapping[str, Baseline]
-) -> Iterable[PreflightFinding]:
-    """Return one finding per slow rank, and notes about those that cannot be attributed."""
+) -> Sequence[PreflightFinding]:
+    """Return one finding per slow rank of a preflight, and notes on those not attributable."""
     reasons: dict[int, list[str]] = defaultdict(list)
-    unclear: list[PreflightFinding] = []
+    notes: list[PreflightFinding] = []
     by_rank = {each.rank: each for each in reports}
     num_ranks = Counter(each.node for each in reports)
     # The ranks of a node share its memory, cores and disk.
     by_kind: dict[tuple[str, int], list[PreflightReport]] = defaultdict(list)
     for report in reports:
         by_kind[report.device, num_ranks[report.node]].append(report)
-    shared: list[PreflightFinding] = []
     for spec in FIGURES:
         slower, num_compared = _slower_than_history(spec, reports, baselines)
         nodes = _nodes([by_rank[rank] for rank in slower])
         if len(nodes) > 1 and 2 * len(nodes) >= num_compared:
-            shared.append(_slower_nodes(spec, nodes))
+            text = f"{spec.label}: {_count_nodes(nodes)} are slower than in their earlier checks"
+            hint = "the cause is probably shared: another image, setting or power limit"
+            notes.append(_note("slower_nodes", (), text, hint))
         else:
             for rank, reason in slower.items():
                 reasons[rank].append(reason)
         for peers in by_kind.values():
             speeds = _speeds(spec, peers)
             if len(speeds) == 2:
-                unclear += _compare_two(spec, speeds, reports, reasons)
+                notes += _compare_two(spec, speeds, by_rank, reasons)
             for rank, speed in speeds.items() if len(speeds) > 2 else ():
                 others = [other for each, other in speeds.items() if each != rank]
                 if _is_slow(speed, others, _ratio(spec, peers[0])):
                     reasons[rank].append(_slow_text(spec, speed, median(others), "the other ranks"))
     slow = [
-        PreflightFinding(
-            kind="slow_rank",
-            severity="fail",
-            ranks=(rank,),
+        _failure(
+            "slow_rank",
+            (rank,),
+            f"rank {rank} on {by_rank[rank].node} is slow: {'; '.join(reasons[rank])}",
+            "check clocks, power and temperature, other processes and CPU limits on the node",
             nodes=(by_rank[rank].node,),
-            text=f"rank {rank} on {by_rank[rank].node} is slow: {'; '.join(reasons[rank])}",
-            hint="check clocks, power and temperature, other processes and CPU limits on the node",
         )
         for rank in sorted(reasons)
     ]
-    named = {rank for finding in slow for rank in finding.ranks}
-    return [*slow, *shared, *(each for each in unclear if not named & set(each.ranks))]
+    return [*slow, *(each for each in notes if not reasons.keys() & {*each.ranks})]
 
 
 def _speeds(spec: FigureSpec, reports: Sequence[PreflightReport]) -> dict[int, float]:
-    """Return the figure by rank so that more is better, without ranks that did not measure it.
+    """Return a preflight's figure by rank: more is better, without ranks that lack it.
 
     A figure of the node has one entry per node, for its first rank.
     """
@@ -318,17 +315,19 @@ def _speeds(spec: FigureSpec, reports: Sequence[PreflightReport]) -> dict[int, f
 
 
 def _as_speed(spec: FigureSpec, value: float | None) -> float | None:
+    """Return a preflight's figure so that more is better; None if it is missing or invalid."""
     if value is None or not math.isfinite(value) or value <= 0:
         return None
     return 1 / value if spec.is_time else value
 
 
 def _ratio(spec: FigureSpec, report: PreflightReport) -> float:
+    """Return the part of the usual speed below which a rank of a preflight is slow."""
     return spec.gpu_ratio if report.is_gpu else spec.cpu_ratio
 
 
 def _is_slow(speed: float, others: Sequence[float], ratio: float) -> bool:
-    """Return whether a rank is below the others by the ratio and by more than their scatter.
+    """Return whether a preflight's rank is slow: by the ratio and by more than others' scatter.
 
     The reference excludes the rank itself: with three ranks it would be a third of it.
     """
@@ -340,30 +339,29 @@ def _is_slow(speed: float, others: Sequence[float], ratio: float) -> bool:
 def _compare_two(
     spec: FigureSpec,
     speeds: Mapping[int, float],
-    reports: Sequence[PreflightReport],
+    by_rank: Mapping[int, PreflightReport],
     reasons: dict[int, list[str]],
 ) -> Iterable[PreflightFinding]:
+    """Compare the speeds of a preflight with only two ranks; yield a note if none can be blamed."""
     (slow, slow_speed), (fast, fast_speed) = sorted(speeds.items(), key=lambda each: each[1])
-    by_rank = {each.rank: each for each in reports}
     bound = _ratio(spec, by_rank[slow])
     if slow_speed < min(TWO_RANKS_RATIO, bound) * fast_speed:
         reasons[slow].append(_slow_text(spec, slow_speed, fast_speed, f"rank {fast}"))
     elif slow_speed < bound * fast_speed:
-        yield PreflightFinding(
-            kind="unequal_ranks",
-            severity="note",
-            ranks=tuple(sorted(speeds)),
-            text=f"{spec.label}: {_figure(spec, slow_speed)} on rank {slow} of "
-            f"{by_rank[slow].node}, {_figure(spec, fast_speed)} on rank {fast} of "
-            f"{by_rank[fast].node}; two ranks have no majority",
-            hint="repeat it with a third node, or on each node separately",
+        yield _note(
+            "unequal_ranks",
+            sorted(speeds),
+            f"{spec.label}: {_figure(spec, slow_speed)} on rank {slow} of {by_rank[slow].node}, "
+            f"{_figure(spec, fast_speed)} on rank {fast} of {by_rank[fast].node}; "
+            "two ranks have no majority",
+            "repeat it with a third node, or on each node separately",
         )
 
 
 def _slower_than_history(
     spec: FigureSpec, reports: Sequence[PreflightReport], baselines: Mapping[str, Baseline]
 ) -> tuple[dict[int, str], int]:
-    """Return why ranks are slower than earlier, and the number of nodes that were compared.
+    """Return why ranks are slower than in earlier preflights, and how many nodes were compared.
 
     Disks are not compared: the speed of a file server depends on other nodes and jobs.
     """
@@ -371,12 +369,10 @@ def _slower_than_history(
     by_rank = {each.rank: each for each in reports}
     for rank, speed in _speeds(spec, reports).items() if not spec.is_of_node else ():
         report = by_rank[rank]
-        baseline = baselines.get(report.node)
-        if baseline is None or baseline.device != report.device:
-            continue
+        baseline = baselines.get(report.node, _NO_BASELINE)
         stored = (_as_speed(spec, figures.get(spec.name)) for figures in baseline.figures)
         earlier = [each for each in stored if each is not None]
-        if len(earlier) < MIN_HISTORY:
+        if baseline.device != report.device or len(earlier) < MIN_HISTORY:
             continue
         compared.add(report.node)
         if _is_slow(speed, earlier, HISTORY_RATIO * _ratio(spec, report)):
@@ -385,16 +381,8 @@ def _slower_than_history(
     return slower, len(compared)
 
 
-def _slower_nodes(spec: FigureSpec, nodes: Sequence[str]) -> PreflightFinding:
-    return PreflightFinding(
-        kind="slower_nodes",
-        severity="note",
-        text=f"{spec.label}: {_count_nodes(nodes)} are slower than in their earlier checks",
-        hint="the cause is probably shared: another image, setting or power limit",
-    )
-
-
 def _slow_text(spec: FigureSpec, speed: float, reference: float, of_whom: str) -> str:
+    """Return a slow rank's speed as text, compared with other ranks or earlier preflights."""
     return (
         f"{spec.label} {_figure(spec, speed)}, {100 * speed / reference:.0f}% of the speed of "
         f"{of_whom} ({_figure(spec, reference)})"
@@ -402,6 +390,7 @@ def _slow_text(spec: FigureSpec, speed: float, reference: float, of_whom: str) -
 
 
 def _figure(spec: FigureSpec, speed: float) -> str:
+    """Return a speed that a preflight measured as text with its unit."""
     if spec.is_time:
         return humanize_seconds(1 / speed)
     return f"{speed:.3g} FLOP/s" if spec.unit == "FLOP/s" else f"{humanize_bytes(speed)}/s"
@@ -415,34 +404,28 @@ def _slow_pairs(
 ) -> Iterable[PreflightFinding]:
     """Yield slow links, nodes or ranks; pairs of a rank that is slow anyway are explained by it."""
     by_rank = {each.rank: each for each in reports}
-    speeds: dict[tuple[int, int], float] = {}
+    inside: dict[str, dict[tuple[int, int], float]] = defaultdict(dict)
+    between: dict[tuple[int, int], float] = {}
     for report in reports:
         for pair in report.pairs:
             if pair.peer in by_rank and math.isfinite(pair.bytes_per_second):
-                key = (min(report.rank, pair.peer), max(report.rank, pair.peer))
+                ends = (min(report.rank, pair.peer), max(report.rank, pair.peer))
+                is_inside = by_rank[pair.peer].node == report.node
+                speeds = inside[report.node] if is_inside else between
                 # Both ends measure an exchange; a delay of one end makes its value lower.
-                speeds[key] = max(speeds.get(key, 0.0), pair.bytes_per_second)
-    inside: dict[str, dict[tuple[int, int], float]] = defaultdict(dict)
-    between: dict[tuple[int, int], float] = {}
-    for ends, speed in speeds.items():
-        first, second = (by_rank[rank].node for rank in ends)
-        (inside[first] if first == second else between)[ends] = speed
-    yield from _unequal_links(inside, by_rank)
+                speeds[ends] = max(speeds.get(ends, 0.0), pair.bytes_per_second)
+    ratio = GPU_PAIR_RATIO if any(each.is_gpu for each in reports) else CPU_PAIR_RATIO
+    yield from _unequal_links(inside, ratio)
     # A slow rank explains its slow pairs.
     between = {pair: speed for pair, speed in between.items() if not slow_ranks & set(pair)}
     if len(between) > 1:  # one link has nothing to be compared with
-        yield from _slow_links(between, by_rank)
-
-
-def _pair_ratio(reports: Iterable[PreflightReport]) -> float:
-    return GPU_PAIR_RATIO if any(each.is_gpu for each in reports) else CPU_PAIR_RATIO
+        yield from _slow_links(between, by_rank, ratio)
 
 
 def _unequal_links(
-    inside: Mapping[str, Mapping[tuple[int, int], float]], by_rank: Mapping[int, PreflightReport]
+    inside: Mapping[str, Mapping[tuple[int, int], float]], ratio: float
 ) -> Iterable[PreflightFinding]:
     """Yield a note: the links of healthy GPUs differ by NVLink bridges and PCIe switches."""
-    ratio = _pair_ratio(by_rank.values())
     unequal = {
         node: speeds
         for node, speeds in inside.items()
@@ -451,17 +434,15 @@ def _unequal_links(
     if unequal:
         speeds = next(iter(unequal.values()))
         slow, fast = min(speeds, key=speeds.__getitem__), max(speeds, key=speeds.__getitem__)
-        yield PreflightFinding(
-            kind="unequal_links",
-            severity="note",
-            text=f"inside of {_count_nodes([*unequal])}: {humanize_bytes(speeds[slow])}/s between "
-            f"{name_ranks(slow)}, {humanize_bytes(speeds[fast])}/s between {name_ranks(fast)}",
-            hint="compare with the wiring: nvidia-smi topo -m",
+        text = (
+            f"inside of {_count_nodes([*unequal])}: {humanize_bytes(speeds[slow])}/s between "
+            f"{name_ranks(slow)}, {humanize_bytes(speeds[fast])}/s between {name_ranks(fast)}"
         )
+        yield _note("unequal_links", (), text, "compare with the wiring: nvidia-smi topo -m")
 
 
 def _slow_links(
-    speeds: Mapping[tuple[int, int], float], by_rank: Mapping[int, PreflightReport]
+    speeds: Mapping[tuple[int, int], float], by_rank: Mapping[int, PreflightReport], ratio: float
 ) -> Iterable[PreflightFinding]:
     """Yield the slow nodes and the slow links between nodes, or a note if the links form groups.
 
@@ -469,99 +450,73 @@ def _slow_links(
     slow node of n slows 2 / n of the pairs, so the reference is the median of the fastest
     (n - 2) / n: the quantile 1/2 + 1/n. Two nodes have one link, and the median of its pairs.
     """
-    links: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
-    peers: dict[str, set[str]] = defaultdict(set)
-    slow_peers: dict[str, set[str]] = defaultdict(set)
-    for first, second in (_ends(pair, by_rank) for pair in speeds):
-        peers[first].add(second)
-        peers[second].add(first)
+    ends_of = {pair: tuple(sorted(by_rank[rank].node for rank in pair)) for pair in speeds}
+    num_links = Counter(node for ends in {*ends_of.values()} for node in ends)
     values, last = sorted(speeds.values()), len(speeds) - 1
-    reference = values[last // 2 if len(peers) == 2 else math.ceil((0.5 + 1 / len(peers)) * last)]
-    bound = _pair_ratio(by_rank.values()) * reference
-    for pair in sorted(pair for pair, speed in speeds.items() if speed < bound):
-        first, second = _ends(pair, by_rank)
-        links[first, second].append(pair)
-        slow_peers[first].add(second)
-        slow_peers[second].add(first)
-    slow_nodes = {
-        node
-        for node, others in slow_peers.items()
-        if len(others) > 1 and 2 * len(others) > len(peers[node])
-    }
-    single = {ends: pairs for ends, pairs in links.items() if not slow_nodes & {*ends}}
+    quantile = 0.5 + 1 / len(num_links)
+    reference = values[last // 2 if len(num_links) == 2 else math.ceil(quantile * last)]
+    slow_links: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)
+    for pair in sorted(pair for pair, speed in speeds.items() if speed < ratio * reference):
+        slow_links[ends_of[pair]].append(pair)
+    num_slow = Counter(node for ends in slow_links for node in ends)
+    slow_nodes = {node for node, num in num_slow.items() if num > 1 and 2 * num > num_links[node]}
+    single = {ends: pairs for ends, pairs in slow_links.items() if not slow_nodes & {*ends}}
     # Slow nodes with a fast link between them, and several slow links of a fast node: racks.
-    has_fast_link = any(slow_nodes & peers[node] - slow_peers[node] for node in slow_nodes)
+    fast_links = {*ends_of.values()} - slow_links.keys()
+    has_fast_link = any(slow_nodes.issuperset(ends) for ends in fast_links)
     most = max(Counter(node for ends in single for node in ends).values(), default=0)
-    if 2 * len(slow_nodes) >= len(peers) or has_fast_link or most > 1:
-        yield PreflightFinding(
-            kind="link_groups",
-            severity="note",
-            text=f"{len(links)} links between nodes are slow, below {humanize_bytes(bound)}/s; "
-            f"they form groups, so no node is named",
-            hint="nodes of one rack are often faster with each other than with another rack",
+    if 2 * len(slow_nodes) >= len(num_links) or has_fast_link or most > 1:
+        text = (
+            f"{len(slow_links)} links between nodes are slow, below "
+            f"{humanize_bytes(ratio * reference)}/s; they form groups, so no node is named"
         )
+        hint = "nodes of one rack are often faster with each other than with another rack"
+        yield _note("link_groups", (), text, hint)
         return
+    others = f"other pairs have {humanize_bytes(reference)}/s"
     for node in sorted(slow_nodes):
-        of_node = [pair for ends, pairs in links.items() if node in ends for pair in pairs]
+        of_node = [pair for ends, pairs in slow_links.items() if node in ends for pair in pairs]
         ranks = sorted({rank for pair in of_node for rank in pair if by_rank[rank].node == node})
-        yield PreflightFinding(
-            kind="slow_network",
-            severity="fail",
-            ranks=tuple(ranks),
-            nodes=(node,),
-            text=f"{name_ranks(ranks)} on {node}: exchanges with {len(slow_peers[node])} others "
-            f"have {humanize_bytes(median(speeds[pair] for pair in of_node))}/s; other pairs have "
-            f"{humanize_bytes(reference)}/s",
-            hint="check the network card of the node: link speed, errors, PCIe width",
+        text = (
+            f"{name_ranks(ranks)} on {node}: exchanges with {num_slow[node]} others have "
+            f"{humanize_bytes(median(speeds[pair] for pair in of_node))}/s; {others}"
         )
+        hint = "check the network card of the node: link speed, errors, PCIe width"
+        yield _failure("slow_network", ranks, text, hint, nodes=(node,))
     for ends, pairs in single.items():
-        speed = median(speeds[pair] for pair in pairs)
-        yield PreflightFinding(
-            kind="slow_link",
-            severity="fail",
-            ranks=tuple(sorted({rank for pair in pairs for rank in pair})),
-            text=f"the link between {ends[0]} and {ends[1]} has {humanize_bytes(speed)}/s; other "
-            f"pairs have {humanize_bytes(reference)}/s",
-            hint="check the cable and the switch port between them; both are fast with others",
-        )
-
-
-def _ends(pair: tuple[int, int], by_rank: Mapping[int, PreflightReport]) -> tuple[str, str]:
-    first, second = sorted(by_rank[rank].node for rank in pair)
-    return first, second
+        speed = humanize_bytes(median(speeds[pair] for pair in pairs))
+        text = f"the link between {ends[0]} and {ends[1]} has {speed}/s; {others}"
+        hint = "check the cable and the switch port between them; both are fast with others"
+        yield _failure("slow_link", sorted({rank for pair in pairs for rank in pair}), text, hint)
 
 
 # ------------------------------------------------------------ disks, clocks, limits and versions
 
 
 def _skipped_disks(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:
-    disk = STAGES.index("disk")
+    """Yield a note on ranks whose disk a preflight did not measure, because it is almost full."""
     skipped = [
         each
         for each in reports
-        if each.stage > disk
+        if each.stage > STAGES.index("disk")
         and "disk" not in each.errors
         and "disk_bytes_per_second" not in each.figures
     ]
     if skipped:
-        yield PreflightFinding(
-            kind="disk_full",
-            severity="note",
-            ranks=tuple(each.rank for each in skipped),
-            text=f"{_ranks_on_nodes(skipped)} wrote nothing: the disk is almost full",
-            hint="free space in --dir",
-        )
+        text = f"{_ranks_on_nodes(skipped)} wrote nothing: the disk is almost full"
+        yield _note("disk_full", _ranks(skipped), text, "free space in --dir")
 
 
 def _skewed_clocks(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:
+    """Yield the nodes of a preflight whose clocks differ from the others."""
     # A clock belongs to a node: take the rank of each node with the best estimate.
     best: dict[str, PreflightReport] = {}
     for report in reports:
         offset = report.offset
         if offset is None or not math.isfinite(offset.seconds) or offset.uncertainty < 0:
             continue
-        known = best.get(report.node)
-        if known is None or known.offset is None or offset.uncertainty < known.offset.uncertainty:
+        other = best.get(report.node)
+        if other is None or other.offset is None or offset.uncertainty < other.offset.uncertainty:
             best[report.node] = report
     offsets = {node: each.offset for node, each in best.items() if each.offset is not None}
     if len(offsets) < 2:
@@ -577,19 +532,19 @@ def _skewed_clocks(reports: Sequence[PreflightReport]) -> Iterable[PreflightFind
     # The reference is a clock of the largest group only if that is more than half of the nodes.
     has_majority = 2 * len(skewed) < len(skews)
     for node, (seconds, uncertainty) in skewed.items():
-        yield PreflightFinding(
-            kind="clock_skew",
-            severity="fail",
-            ranks=(best[node].rank,),
-            nodes=(node,) if has_majority else (),
-            text=f"the clock of {node} differs from {'the others' if has_majority else 'another'} "
+        yield _failure(
+            "clock_skew",
+            (best[node].rank,),
+            f"the clock of {node} differs from {'the others' if has_majority else 'another'} "
             f"by {humanize_seconds(abs(seconds))}, +/- {humanize_seconds(uncertainty)}"
             + ("" if has_majority else "; it is unknown which of them is wrong"),
-            hint="check time synchronization: chronyc tracking",
+            "check time synchronization: chronyc tracking",
+            nodes=(node,) if has_majority else (),
         )
 
 
 def _small_limits(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:
+    """Yield a note on nodes with few open files or little shared memory for a training."""
     bounds = (
         ("open_files", MIN_OPEN_FILES, "open files", "raise it: ulimit -n 65536"),
         ("shared_bytes", MIN_SHARED_BYTES, "bytes of free shared memory",
@@ -599,58 +554,58 @@ def _small_limits(reports: Sequence[PreflightReport]) -> Iterable[PreflightFindi
         small = [each for each in reports if 0 <= each.limits.get(name, -1) < least]
         if small:
             value = min(each.limits[name] for each in small)
-            yield PreflightFinding(
-                kind="small_limit",
-                severity="fail",
-                ranks=tuple(each.rank for each in small),
-                # The launcher and the image set limits, not the node.
-                text=f"{_ranks_on_nodes(small)}: {value:,} {label}; at least {least:,} are needed",
-                hint=hint,
-            )
+            text = f"{_ranks_on_nodes(small)}: {value:,} {label}; at least {least:,} are needed"
+            # No node is named: the launcher and the image set limits.
+            yield _failure("small_limit", _ranks(small), text, hint)
     for name in ("open_files", "locked_bytes"):
         values = {each.node: str(each.limits[name]) for each in reports if name in each.limits}
-        if len(set(values.values())) > 1:
-            yield _difference("different_limits", "note", name.replace("_", " "), values)
+        yield from _differences("different_limits", name.replace("_", " "), values, is_note=True)
 
 
 def _different_versions(reports: Sequence[PreflightReport]) -> Iterable[PreflightFinding]:
+    """Yield the software versions in which the nodes of a preflight differ."""
     for name in sorted({name for each in reports for name in each.versions}):
         values = {each.node: each.versions.get(name, "missing") for each in reports}
-        if len(set(values.values())) > 1:
-            severity: Severity = "note" if name in MAY_DIFFER else "fail"
-            yield _difference("different_versions", severity, name, values)
+        yield from _differences("different_versions", name, values, is_note=name in MAY_DIFFER)
 
 
-def _difference(
-    kind: str, severity: Severity, name: str, values: Mapping[str, str]
-) -> PreflightFinding:
-    """Return the finding for a value that must be equal; a minority is at fault."""
+def _differences(
+    kind: str, name: str, values: Mapping[str, str], *, is_note: bool
+) -> Iterable[PreflightFinding]:
+    """Yield a finding if the values by node differ; a minority is at fault."""
     nodes: dict[str, list[str]] = defaultdict(list)
     for node, value in values.items():
         nodes[value].append(node)
+    if len(nodes) < 2:
+        return
     groups = sorted(nodes.items(), key=lambda each: (-len(each[1]), each[0]))
-    has_majority = 2 * len(groups[0][1]) > len(values)
-    minority = [node for _, names in groups[1:] for node in names]
     shown = ", ".join(
         f"{value} on {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
         for value, names in groups
     )
-    return PreflightFinding(
-        kind=kind,
-        severity=severity,
-        nodes=tuple(minority) if has_majority and severity == "fail" else (),
-        text=f"{name} differs: {shown}",
-        hint="use the same image and settings on all nodes",
-    )
+    text, hint = f"{name} differs: {shown}", "use the same image and settings on all nodes"
+    if is_note:
+        yield _note(kind, (), text, hint)
+    else:
+        has_majority = 2 * len(groups[0][1]) > len(values)
+        minority = [node for _, names in groups[1:] for node in names]
+        yield _failure(kind, (), text, hint, nodes=minority if has_majority else ())
+
+
+def _ranks(reports: Iterable[PreflightReport]) -> list[int]:
+    return [each.rank for each in reports]
 
 
 def _nodes(reports: Sequence[PreflightReport]) -> tuple[str, ...]:
+    """Return the nodes of a preflight's reports, each once."""
     return tuple(dict.fromkeys(each.node for each in reports))
 
 
 def _count_nodes(nodes: Sequence[str]) -> str:
+    """Name the first node of a preflight's finding, and how many more there are."""
     return nodes[0] + (f" and {len(nodes) - 1} more nodes" if len(nodes) > 1 else "")
 
 
 def _ranks_on_nodes(reports: Sequence[PreflightReport]) -> str:
-    return f"{name_ranks([each.rank for each in reports])} on {_count_nodes(_nodes(reports))}"
+    """Name the ranks and nodes of a preflight's reports."""
+    return f"{name_ranks(_ranks(reports))} on {_count_nodes(_nodes(reports))}"

@@ -53,7 +53,7 @@ class Launched(msgspec.Struct, frozen=True):
 
 
 def launcher_command(words: Sequence[str], settings: str, program: str = PROGRAM) -> list[str]:
-    """Return the launcher's command with our program instead of the training script.
+    """Return the launcher's command with the preflight instead of the training script.
 
     Starters before torchrun stay, such as ``srun`` or a container. The script and its arguments
     are dropped: a preflight never starts the training.
@@ -86,6 +86,7 @@ def launcher_command(words: Sequence[str], settings: str, program: str = PROGRAM
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
+    """Parse the torchrun options for a preflight; an error if torchrun would not accept them."""
     from torch.distributed.run import get_args_parser
 
     try:
@@ -102,13 +103,13 @@ def _parse(words: list[str]) -> argparse.Namespace:
 
 
 def _after_torchrun(words: Sequence[str]) -> int:
-    """Return the index after torchrun, if it is certain that torchrun is what the words start.
+    """Return the index after torchrun, if the preflight is certain that the words start it.
 
     A word "torchrun" can also be an argument of a training script, which would be started.
     """
     indices = [index for index, word in enumerate(words) if _is_torchrun(word)]
     if not indices:
-        is_quoted = any("torchrun" in word for word in words)
+        is_quoted = "torchrun" in " ".join(words)
         raise UsageError(
             f"no torchrun in {' '.join(words)!r}",
             hint="write the words of torchrun without bash -c and quotes" if is_quoted else _HINT,
@@ -145,16 +146,19 @@ def _after_torchrun(words: Sequence[str]) -> int:
 
 
 def _is_torchrun(word: str) -> bool:
+    """Return whether a word of the preflight's command starts torchrun."""
     if word.startswith("-") or "=" in word:  # the value of an option
         return False
     return PurePath(word).name == "torchrun" or word == "torch.distributed.run"
 
 
 def _is_python(word: str) -> bool:
+    """Return whether a word of the preflight's command is a Python interpreter."""
     return re.fullmatch(r"python[\d.]*", PurePath(word).name) is not None
 
 
 def _is_other_program(word: str) -> bool:
+    """Return whether a word of the preflight's command starts a program before torchrun."""
     name = PurePath(word).name
     if name in STARTERS or word.startswith("-"):
         return False
@@ -168,7 +172,7 @@ def _is_other_program(word: str) -> bool:
 
 
 def local_words() -> list[str]:
-    """Return the launcher for this node: a rank per GPU, or two on the CPU."""
+    """Return the launcher for a preflight on this node: a rank per GPU, or two on the CPU."""
     import torch
 
     num_ranks = torch.cuda.device_count() or 2
@@ -177,7 +181,7 @@ def local_words() -> list[str]:
 
 
 def launch(command: Sequence[str], environ: Mapping[str, str], *, seconds: float) -> Launched:
-    """Run the command for at most this long (and ``STOP_SECONDS``); return all reports.
+    """Run the preflight for at most this long (and ``STOP_SECONDS``); return all reports.
 
     Raises:
         UsageError: the command cannot be run.
@@ -214,6 +218,7 @@ def launch(command: Sequence[str], environ: Mapping[str, str], *, seconds: float
 
 
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a preflight's launcher: without options that change its output."""
     # torchrun reads its options from variables too.
     names = {f"PET_{name.upper()}" for name in ("module", "no_python", "run_path", *_OUTPUT)}
     others = {name: value for name, value in environ.items() if name not in names}
@@ -221,6 +226,7 @@ def _environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read_lines(output: IO[bytes], reports: dict[int, PreflightReport], tail: deque[str]) -> None:
+    """Collect the ranks' reports from the launcher's output, and its last other lines."""
     with output:
         for line in output:
             report = parse_line(line)
@@ -242,6 +248,6 @@ def parse_line(line: bytes) -> PreflightReport | None:
 
 
 def keep_latest(reports: dict[int, PreflightReport], report: PreflightReport) -> None:
-    """Store a report unless a later one of the same rank is stored already."""
-    known = reports.get(report.rank)
-    reports[report.rank] = merge_reports(known, report) if known else report
+    """Store a rank's preflight report unless a later one is stored already."""
+    earlier = reports.get(report.rank)
+    reports[report.rank] = merge_reports(earlier, report) if earlier else report

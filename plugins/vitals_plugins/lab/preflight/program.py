@@ -125,11 +125,13 @@ class Rank:
         self._store: TCPStore | None = None
 
     def _publish_in_store(self) -> None:
+        """Connect to the store in which the preflight's ranks share their reports."""
         # torchrun hosts the store in its agent, unless the environment says otherwise.
         is_hosted = self._environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._store = self._connect(is_master=self._rank == 0 and not is_hosted)
 
     def _connect(self, *, is_master: bool = False) -> TCPStore:
+        """Return a connection to the store of the preflight's ranks."""
         return TCPStore(
             self._environ["MASTER_ADDR"],
             int(self._environ["MASTER_PORT"]),
@@ -139,16 +141,18 @@ class Rank:
         )
 
     def _left(self) -> float:
+        """Return the seconds that are left for the preflight."""
         return self._end - time.monotonic()
 
     # -------------------------------------------------------------------------------- reporting
 
     def publish(self) -> None:
-        """Print the report, and store it for the other nodes."""
+        """Print the preflight's report of this rank, and store it for the other nodes."""
         self._write(self.report)
         self._share_report()
 
     def _share_report(self) -> None:
+        """Store the preflight's report of this rank for the other nodes."""
         if self._store is None:
             return
         # Without the store, the other nodes report this rank as missing.
@@ -156,15 +160,17 @@ class Rank:
             self._store.set(self._key(self._rank), msgspec.json.encode(self.report).decode())
 
     def _key(self, rank: int) -> str:
+        """Return the store's key for a rank's preflight report."""
         return f"vitals-preflight/{self._environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{rank}"
 
     def _write(self, report: PreflightReport) -> None:
+        """Print a preflight report for the launcher."""
         # One call, so that lines of several ranks do not mix (up to 4 KiB in a pipe).
         is_first = report.stage == 0 or report.rank != self._rank
         os.write(1, report_lines(report, has_facts=is_first))
 
     def print_others(self) -> None:
-        """Print the reports of other nodes, for a parent that sees only the ranks of this one."""
+        """Print other nodes' preflight reports, for a parent that sees only this one's ranks."""
         if self._local_rank:
             return
         with suppress(RuntimeError):  # the store ended with its node; the rest is reported
@@ -184,7 +190,7 @@ class Rank:
                 time.sleep(_POLL_SECONDS)
 
     def end_at_deadline(self) -> None:
-        """Start a thread that ends this process if a measurement does not."""
+        """Start a thread that ends this preflight process if a measurement does not."""
 
         def end() -> None:
             while (left := self._left()) > 0:  # the ranks may agree on an earlier end
@@ -202,7 +208,7 @@ class Rank:
     # ----------------------------------------------------------------------------- measurements
 
     def measure(self) -> None:
-        """Run all measurements. An error in one ends only those that need the other ranks."""
+        """Run the preflight's measurements. An error ends only those that need the other ranks."""
         stages: dict[str, Callable[[], None]] = {
             "start": self._publish_in_store,
             "loader": self._measure_loader,
@@ -233,14 +239,16 @@ class Rank:
         self.publish()
 
     def _set_figure(self, name: str, value: float) -> None:
+        """Add a measured figure to the preflight's report."""
         figures = {**self.report.figures, name: round_figure(value)}
         self.report = msgspec.structs.replace(self.report, figures=figures)
 
     def _share(self, part: float) -> float:
+        """Return the seconds for a measurement, as a part of the preflight's."""
         return part * self._settings.seconds
 
     def _best_rate(self, work: Callable[[], object], amount: float, seconds: float) -> float:
-        """Return the rate of the best window; a lasting fault slows all of them.
+        """Return the preflight's rate in the best window; a lasting fault slows all of them.
 
         A window is longer than the 0.1 s period of a control group, so that it contains the pauses
         of a throttled one.
@@ -258,16 +266,19 @@ class Rank:
         return best
 
     def _synchronize(self) -> None:
+        """Wait until the GPU has done the measured work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
     def _measure_loader(self) -> None:
+        """Measure the bytes per second of a data loader on this rank."""
         batches = iter(DataLoader(ComputedSamples(), batch_size=16, num_workers=2))
         num_bytes = next(batches).nbytes
         rate = self._best_rate(lambda: next(batches), num_bytes, self._share(0.06))
         self._set_figure("loader_bytes_per_second", rate)
 
     def _measure_gemm(self) -> None:
+        """Measure this rank's FLOP/s in a matrix product, and check one with a known result."""
         dtype = torch.bfloat16 if self.report.is_gpu else torch.float32
         wrong = gemm(self._device, dtype, self._rank)
         if wrong is not None:
@@ -282,10 +293,12 @@ class Rank:
         self._set_figure("gemm_flops_per_second", rate)
 
     def _add_wrong(self, text: str) -> None:
+        """Add a wrong result to the preflight's report."""
         wrong = (*self.report.wrong, text)
         self.report = msgspec.structs.replace(self.report, wrong=wrong)
 
     def _measure_memory(self) -> None:
+        """Measure the bytes per second that this rank's device copies in memory."""
         # Larger than the caches.
         num_bytes = 1 << 30 if self.report.is_gpu else 64 << 20
         source = torch.ones(num_bytes // 4, device=self._device)
@@ -294,6 +307,7 @@ class Rank:
         self._set_figure("memory_bytes_per_second", rate)
 
     def _measure_disk(self) -> None:
+        """Measure how fast this rank writes and syncs a file, like a checkpoint."""
         directory = Path(self._settings.directory)
         directory.mkdir(parents=True, exist_ok=True)
         num_bytes = bytes_to_write(
@@ -327,6 +341,7 @@ class Rank:
             os.close(fd)
 
     def _join(self) -> None:
+        """Join the process group of the preflight's ranks."""
         # Its own connection: a blocked call holds the lock of the connection of ``publish``.
         store = PrefixStore(self._key(-1), self._connect())
         dist.init_process_group(
@@ -346,14 +361,14 @@ class Rank:
 
     @staticmethod
     def _least(*values: float) -> list[float]:
-        """Return the least of each value over all ranks."""
+        """Return the least of each value over all ranks of the preflight."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
         least: list[float] = tensor.tolist()
         return least
 
     def _measure_clock(self) -> None:
-        """Compare the clock with rank 0, which responds to each rank in turn."""
+        """Compare the clock with rank 0 for a preflight; it responds to each rank in turn."""
         best = None
         times = torch.zeros(2, dtype=torch.float64)
         if self._rank == 0:
@@ -378,6 +393,7 @@ class Rank:
         self.report = msgspec.structs.replace(self.report, offset=best)
 
     def _measure_ring(self) -> None:
+        """Measure the bytes per second of an all-reduce over the preflight's ranks."""
         if self._world_size < 2:
             return
         wrong = all_reduce(self._rank, self._world_size, self._device, 0, reduce=dist.all_reduce)
@@ -395,13 +411,14 @@ class Rank:
         self.report = msgspec.structs.replace(self.report, ring_bytes_per_second=rate)
 
     def _reduce(self, tensor: torch.Tensor) -> float:
+        """Sum a tensor over the preflight's ranks; return the seconds that it took."""
         start = time.monotonic()
         dist.all_reduce(tensor)
         self._synchronize()
         return max(time.monotonic() - start, 1e-9)
 
     def _measure_pairs(self) -> None:
-        """Sum over pairs of ranks: each sends its tensor to the other and adds the received one.
+        """Measure pairs of ranks: each sends its tensor to the other and adds the received one.
 
         That is an all-reduce of two ranks, without a process group for each pair.
         """
@@ -427,6 +444,7 @@ class Rank:
         dist.barrier()
 
     def _exchange(self, tensor: torch.Tensor, received: torch.Tensor, peer: int) -> float:
+        """Exchange and add tensors with another rank; return the seconds that it took."""
         start = time.monotonic()
         for work in dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, tensor, peer), dist.P2POp(dist.irecv, received, peer)]
@@ -438,11 +456,12 @@ class Rank:
 
 
 def _first_line(error: Exception) -> str:
+    """Return the first line of a measurement's error, cut to a length, for the report."""
     return (str(error) or type(error).__name__).splitlines()[0][:_MAX_TEXT]
 
 
 def _select_gpu(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Select the GPU of this rank; return errors by stage, because a rank must always report."""
+    """Select this rank's GPU for a preflight; return errors by stage: a rank must always report."""
     num_gpus = torch.cuda.device_count()
     if local_rank < num_gpus:
         try:
@@ -454,18 +473,18 @@ def _select_gpu(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
-def bytes_to_write(wanted: int, *, free: int, num_ranks: int, is_memory: bool) -> int:
-    """Return the bytes that a rank writes: all ranks together use a quarter of the free space.
+def bytes_to_write(limit: int, *, free: int, num_ranks: int, is_memory: bool) -> int:
+    """Return a rank's bytes to write to disk: all together use a quarter of the free space.
 
     Less than 1 MiB would not be a measurement, so the result is 0 then. In a file system in memory,
     the bytes count as memory of the container.
     """
-    num_bytes = min(wanted, free // (4 * num_ranks), MAX_MEMORY_BYTES if is_memory else wanted)
+    num_bytes = min(limit, free // (4 * num_ranks), MAX_MEMORY_BYTES if is_memory else limit)
     return num_bytes if num_bytes >= MIN_WRITE_BYTES else 0
 
 
 def node_name(environ: Mapping[str, str], host_name: str) -> str:
-    """Return the name of this node as its scheduler knows it.
+    """Return the name of this node as its scheduler knows it, for the preflight's report.
 
     Slurm names a node by its short host name.
     """
@@ -477,7 +496,7 @@ def node_name(environ: Mapping[str, str], host_name: str) -> str:
 
 
 def has_unused_gpu(environ: Mapping[str, str], devices: Path = Path("/dev")) -> bool:
-    """Return whether this process may use a GPU of NVIDIA, according to the files of its driver."""
+    """Return whether the rank may use a GPU of NVIDIA, according to the files of its driver."""
     if "CUDA_VISIBLE_DEVICES" in environ:
         return False
     for path in devices.glob("nvidia[0-9]*"):
@@ -492,6 +511,7 @@ def has_unused_gpu(environ: Mapping[str, str], devices: Path = Path("/dev")) -> 
 
 
 def _processor() -> str:
+    """Return the processor's name for the preflight's report."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):
@@ -500,6 +520,7 @@ def _processor() -> str:
 
 
 def _versions(is_gpu: bool) -> dict[str, str]:
+    """Return this node's software versions for a preflight to compare."""
     versions = {
         "vitals": __version__,
         "python": platform.python_version(),
@@ -516,6 +537,7 @@ def _versions(is_gpu: bool) -> dict[str, str]:
 
 
 def _limits() -> dict[str, int]:
+    """Return this node's limits for a preflight: open files, locked bytes, shared memory."""
     limits = {
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "locked_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
@@ -526,13 +548,13 @@ def _limits() -> dict[str, int]:
 
 
 def _end_with_launcher() -> None:
-    """Let the kernel kill this process when its launcher ends; a stopped process cannot itself."""
+    """Let the kernel kill this rank when its launcher ends; a stopped process cannot itself."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main(raw_settings: str, *, wall_clock: Callable[[], float] = time.time) -> None:
-    """Measure this rank, and end the process with exit code 0."""
+    """Measure this rank for a preflight, and end the process with exit code 0."""
     _end_with_launcher()
     torch.set_num_threads(1)
     settings = msgspec.json.decode(raw_settings, type=PreflightSettings)

@@ -13,20 +13,20 @@ DONE = len(STAGES)
 NUM_LOCAL = STAGES.index("join")
 
 
-class FigureSpec(msgspec.Struct, frozen=True, kw_only=True):
+class FigureSpec(msgspec.Struct, frozen=True):
     """One measured quantity, and the values that count as slow."""
 
     name: str
     label: str
     unit: str
-    is_time: bool = False
-    """Whether a smaller value is better."""
-    is_of_node: bool = False
-    """Whether the ranks of a node share it: they are compared by their median, as one."""
     cpu_ratio: float
     """Slow below this part of the median of the other ranks, if the device is a CPU."""
     gpu_ratio: float
     """The same if the device is a GPU."""
+    is_time: bool = False
+    """Whether a smaller value is better."""
+    is_of_node: bool = False
+    """Whether the ranks of a node share it: they are compared by their median, as one."""
 
 
 # GPUs of one model differ by a few percent in clock and power, and a GPU belongs to one job: 0.85
@@ -34,39 +34,19 @@ class FigureSpec(msgspec.Struct, frozen=True, kw_only=True):
 # lose a third of their speed for seconds. Disk and loader depend on shared file systems and cores
 # in both cases, where a factor of 2 is usual; a sync of 4 KiB varies still more.
 FIGURES = (
+    FigureSpec("gemm_flops_per_second", "matrix product", "FLOP/s", cpu_ratio=0.6, gpu_ratio=0.85),
+    FigureSpec("memory_bytes_per_second", "memory copy", "B/s", cpu_ratio=0.6, gpu_ratio=0.85),
+    FigureSpec("loader_bytes_per_second", "loader", "B/s", cpu_ratio=0.4, gpu_ratio=0.4),
     FigureSpec(
-        name="gemm_flops_per_second",
-        label="matrix product",
-        unit="FLOP/s",
-        cpu_ratio=0.6,
-        gpu_ratio=0.85,
-    ),
-    FigureSpec(
-        name="memory_bytes_per_second",
-        label="memory copy",
-        unit="B/s",
-        cpu_ratio=0.6,
-        gpu_ratio=0.85,
-    ),
-    FigureSpec(
-        name="loader_bytes_per_second", label="loader", unit="B/s", cpu_ratio=0.4, gpu_ratio=0.4
-    ),
-    FigureSpec(
-        name="disk_bytes_per_second",
-        label="checkpoint write",
-        unit="B/s",
-        is_of_node=True,
+        "disk_bytes_per_second",
+        "checkpoint write",
+        "B/s",
         cpu_ratio=0.4,
         gpu_ratio=0.4,
+        is_of_node=True,
     ),
     FigureSpec(
-        name="fsync_seconds",
-        label="fsync",
-        unit="s",
-        is_time=True,
-        is_of_node=True,
-        cpu_ratio=0.2,
-        gpu_ratio=0.2,
+        "fsync_seconds", "fsync", "s", cpu_ratio=0.2, gpu_ratio=0.2, is_time=True, is_of_node=True
     ),
 )
 
@@ -120,7 +100,7 @@ class PreflightReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report_lines(report: PreflightReport, *, has_facts: bool) -> bytes:
-    """Return a report as it is printed: versions and limits have a separate line.
+    """Return a preflight report as it is printed: versions and limits have a separate line.
 
     Slurm cuts output after 1,024 bytes, and mixes the parts of several ranks.
     """
@@ -138,22 +118,22 @@ def report_lines(report: PreflightReport, *, has_facts: bool) -> bytes:
     return b"".join(MARK + msgspec.json.encode(line) + b"\n" for line in lines)
 
 
-def merge_reports(known: PreflightReport, report: PreflightReport) -> PreflightReport:
+def merge_reports(earlier: PreflightReport, report: PreflightReport) -> PreflightReport:
     """Return the later of two reports of a rank, with the versions and limits of either."""
-    is_later = known.stage < DONE and report.stage >= known.stage
-    later, other = (report, known) if is_later else (known, report)
+    is_later = earlier.stage < DONE and report.stage >= earlier.stage
+    later, other = (report, earlier) if is_later else (earlier, report)
     return msgspec.structs.replace(
         later, versions=later.versions or other.versions, limits=later.limits or other.limits
     )
 
 
 def round_figure(value: float) -> float:
-    """Return a value with four significant digits, which keep a report short."""
+    """Return a measurement with four significant digits, which keep a preflight report short."""
     return float(f"{value:.4g}")
 
 
 def clock_offset(sent: float, received: float, replied: float, returned: float) -> ClockOffset:
-    """Return the offset of this clock from another one, by the formula of NTP (RFC 5905, 8).
+    """Return a rank's clock offset from another one, by the formula of NTP (RFC 5905, 8).
 
     The error is at most half of the time that the messages took.
 
@@ -168,7 +148,7 @@ def clock_offset(sent: float, received: float, replied: float, returned: float) 
 
 
 def pair_of(rank: int, world_size: int, turn: int) -> int | None:
-    """Return the partner of a rank in one turn of a round-robin tournament; None if it pauses.
+    """Return the rank to measure the link to in a round-robin turn; None if the rank pauses.
 
     The circle method: in ``num_turns(world_size)`` turns each rank meets each other rank once.
     """
@@ -184,5 +164,5 @@ def pair_of(rank: int, world_size: int, turn: int) -> int | None:
 
 
 def num_turns(world_size: int) -> int:
-    """Return the number of turns in which every rank meets every other rank."""
+    """Return the number of turns in which a preflight pairs every rank with every other."""
     return 0 if world_size < 2 else world_size - 1 + world_size % 2

@@ -18,7 +18,7 @@ from trainvitals.errors import MissingDependencyError, UsageError
 from trainvitals.io.capsules import CapsuleFile, find_capsules
 from trainvitals.io.rundir import RunDir
 from trainvitals.printable import printable
-from vitals_plugins.lab.repro.entry import CONTRACT, run_entry_function
+from vitals_plugins.lab.entry import CONTRACT, run_entry_function
 
 if TYPE_CHECKING:
     from trainer_hooks.repro.capsule import Capsule
@@ -86,6 +86,7 @@ def repro(
 
 
 def _verdict_lines(verdict: ReplayVerdict, capsule: Capsule, kept_in: Path) -> list[str]:
+    """Return the lines that `vitals repro` prints: the capsule's step, its cause, and details."""
     lines = [f"Step {capsule.step} on rank {capsule.rank}: {capsule.facts['reason']}"]
     lines.append(verdict.sentence)
     lines += [f"  {detail}" for detail in verdict.details]
@@ -129,7 +130,7 @@ def _find_capsule(run: str, step: int, rank: int, vitals_dir: Path) -> tuple[Run
 
 
 def _load_batches(capsule: Capsule, loader: Any) -> Sequence[Any]:
-    """Return the step's batches, from the loader's dataset by the ids of their samples.
+    """Return a bad step's batches to replay, from the loader's dataset by their samples' ids.
 
     Raises:
         UsageError: there is no loader, or it does not provide it.

@@ -52,11 +52,11 @@ class ReplayResult(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """The mean over the micro-batches."""
+        """Return the replayed step's loss: the mean over the micro-batches."""
         return math.fsum(self.losses) / len(self.losses) if self.losses else math.nan
 
     def is_bad(self, limits: ReplayLimits) -> bool:
-        """Return whether something is not finite, or above its limit."""
+        """Return whether something in the replay is not finite, or above its limit."""
         if self.error:
             return False
         if self.bad_gradients or not math.isfinite(sum(self.losses)):
@@ -89,10 +89,6 @@ class ReplaySetup:
         self.kept = [(tensor, tensor.detach().clone()) for _, _, tensor in self._slots]
         """Each tensor of ``slots``, and its saved value."""
 
-    def save_weights(self) -> None:
-        """Use the current weights as the start of every replay."""
-        self.kept = [(tensor, tensor.detach().clone()) for tensor, _ in self.kept]
-
     def replay(
         self,
         batches: Sequence[Any],
@@ -101,13 +97,10 @@ class ReplaySetup:
         dtype: torch.dtype | None = None,
         trace: NonfiniteTrace | None = None,
     ) -> ReplayResult:
-        """Compute loss and gradients; the model is as before afterwards.
+        """Compute a stored step's loss and gradients; the model is as before afterwards.
 
-        Args:
-            batches: each is passed to the loss function, and its gradients are added.
-            rng: the generators before each.
-            dtype: minimum precision; None: as the code requests.
-            trace: records the origin of values.
+        The loss function gets each batch, and the gradients are added. ``rng`` has the generators
+        before each. ``dtype`` is the minimum precision; None: as the code requests.
         """
         losses: list[float] = []
         around = capture_rng()
@@ -162,7 +155,6 @@ class ReplaySetup:
     def _run_batch(
         self, batch: Any, trace: NonfiniteTrace | None, dtype: torch.dtype | None
     ) -> float:
-        """Run one micro-batch forward and backward in a replay; return its loss."""
         if trace is not None:
             trace.start_micro_batch()
         loss = self.loss_of(batch)
@@ -179,18 +171,20 @@ class ReplaySetup:
         return loss.item()
 
     def _bad_gradients(self) -> Iterator[str]:
+        """Yield the parameters whose gradients are not finite in a replay."""
         for name, param in self.model.named_parameters():
             if param.grad is not None and not bool(torch.isfinite(param.grad).all()):
                 yield clean_name(name)
 
     def _grad_norm(self, dtype: torch.dtype | None) -> float:
+        """Return the norm of a replay's gradients, without the loss scale."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norms = [float(torch.linalg.vector_norm(g, dtype=torch.float64)) for g in gradients]
         return math.hypot(*norms) / (self.loss_scale if dtype is None else 1.0)
 
     @torch.no_grad()
     def restore_weights(self) -> None:
-        """Restore saved weights and buffers, and delete gradients."""
+        """Restore saved weights and buffers before a replay, and delete gradients."""
         for tensor, saved_tensor in self.kept:
             tensor.copy_(saved_tensor)
         for module, name, tensor in self._slots:
@@ -200,7 +194,7 @@ class ReplaySetup:
 
     @contextmanager
     def _converted(self, dtype: torch.dtype) -> Iterator[None]:
-        """Temporarily convert lower-precision tensors of the model to ``dtype``."""
+        """Convert a replayed model's lower-precision tensors to ``dtype`` temporarily."""
         converted = [(tensor, tensor.data) for _, _, tensor in self._slots]
         self.model.zero_grad(set_to_none=True)
         try:
@@ -216,7 +210,7 @@ class ReplaySetup:
 
 
 def slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield the model's parameters and buffers, each once, with their module and name."""
+    """Yield a replayed model's parameters and buffers, each once, with their module and name."""
     seen: set[int] = set()
     for module in model.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -226,7 +220,7 @@ def slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def copied(batch: Any, dtype: torch.dtype | None) -> Any:
-    """Return the batch as copies: a loss function may write into it."""
+    """Return copies of a batch for a replay: a loss function may write into it."""
 
     def copy(value: Tensor) -> Tensor:
         if dtype is not None and value.dtype in _LOWER[dtype]:
@@ -238,7 +232,7 @@ def copied(batch: Any, dtype: torch.dtype | None) -> Any:
 
 @contextmanager
 def _record_output_checksums(model: nn.Module, outputs: list[tuple[str, int]]) -> Iterator[None]:
-    """Record each module's name after its call, and the checksum of its output."""
+    """Record each module's name after its call in a replay, and its output's checksum."""
 
     def hook_of(name: str) -> Callable[..., None]:
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -263,14 +257,14 @@ def _record_output_checksums(model: nn.Module, outputs: list[tuple[str, int]]) -
 
 
 def kind_of(value: object) -> str:
-    """Return a description of the value's type."""
+    """Return a description of the value's type, for an error of a replay."""
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
     return f"{name_type(value)}{shape}"
 
 
 @contextmanager
 def _eager() -> Iterator[None]:
-    """Run compiled code uncompiled: a fused kernel has no operators to name."""
+    """Replay compiled code uncompiled: a fused kernel has no operators to name."""
     stance = getattr(torch.compiler, "set_stance", None)
     if stance is None:
         yield
@@ -284,7 +278,7 @@ def _eager() -> Iterator[None]:
 
 @contextmanager
 def _use_minimum_precision(dtype: torch.dtype) -> Iterator[None]:
-    """Make the code inside compute in ``dtype`` where it requests less, without autocast."""
+    """Let the replayed code compute in ``dtype`` where it requests less, without autocast."""
     enter: Any = torch.amp.autocast_mode.autocast.__enter__
 
     def enter_disabled(self: Any) -> Any:
@@ -376,7 +370,7 @@ class NonfiniteTrace(TorchDispatchMode):
 
     @contextmanager
     def trace_model(self, model: nn.Module) -> Iterator[None]:
-        """Trace everything inside the block."""
+        """Trace the replay of the model inside the block."""
         handles: list[Any] = []
         for name, module in model.named_modules():
             self._names[id(module)] = clean_name(name) or type(module).__name__
@@ -397,24 +391,26 @@ class NonfiniteTrace(TorchDispatchMode):
             self._nodes.clear()
 
     def start_micro_batch(self) -> None:
-        """Start a micro-batch."""
+        """Start the trace of a micro-batch in a replay."""
         self._is_forward = True
         self._modules.clear()
 
     # ------------------------------------------------------------------------------- modules
 
     def _enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note that the replay enters a module; earlier nodes belong to the caller."""
         # Nodes created before belong to the caller; otherwise they would count as this module's
         # own.
         self._claim((args, kwargs), self._current_module())
         self._modules.append(self._names[id(module)])
 
     def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Note that the replay leaves a module, which owns the new nodes of its output."""
         if self._modules:
             self._claim(output, self._modules.pop())
 
     def _claim(self, output: Any, module: str) -> None:
-        """Assign the nodes that no inner module created to this one."""
+        """Assign the graph's nodes that no inner module created in the replay to this one."""
         tensors = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor)]
         waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         while waiting:
@@ -457,6 +453,7 @@ class NonfiniteTrace(TorchDispatchMode):
     def _record_operation(
         self, func: Any, sources: Sequence[_OperationInput], tensor: Tensor, is_written: bool
     ) -> None:
+        """Record an operation of the replay whose result is NaN or infinite."""
         is_nan, is_inf = _find_nan_inf(tensor)
         if not (is_nan or is_inf):
             if tensor.nbytes == tensor.untyped_storage().nbytes():
@@ -475,17 +472,18 @@ class NonfiniteTrace(TorchDispatchMode):
         )
 
     def _operation_input(self, tensor: Tensor) -> _OperationInput:
-        """Return whether an operation's input is NaN or infinite, and its origin."""
+        """Return whether a replayed operation's input is NaN or infinite, and its origin."""
         event = self._last.get(_storage_address(tensor), _UNKNOWN)
         if event == _FINITE:  # or uninitialized memory
             return _OperationInput(event, False, False)
         return _OperationInput(event, *_find_nan_inf(tensor))
 
     def _current_module(self) -> str:
+        """Return the module that the replay is in."""
         return self._modules[-1] if self._modules else _IN_LOSS
 
     def finish_forward(self, loss: Tensor) -> None:
-        """Finish the trace of the forward; the following is the backward of ``loss``."""
+        """Finish the trace of the replay's forward; what follows is ``loss``'s backward."""
         self._is_forward = False
         start = self._last.get(_storage_address(loss), _UNKNOWN)
         if start >= 0:
@@ -510,6 +508,7 @@ class NonfiniteTrace(TorchDispatchMode):
     # ------------------------------------------------------------------------------ backward
 
     def _backward_hook(self, node: str, module: str) -> Callable[[Any, Any], None]:
+        """Return a hook that finds whether a node of the replay made gradients non-finite."""
         operator = re.sub(r"Backward\d*$", "", node)
 
         def look(outgoing: Any, incoming: Any) -> None:
@@ -529,22 +528,23 @@ def _dtype_bits(dtype: torch.dtype | None) -> float:
 
 
 def _can_be_nonfinite(tensor: Tensor) -> bool:
+    """Return whether a replayed tensor can hold NaN or infinity: floating-point, not empty."""
     return (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 0
 
 
 def _find_nan_inf(tensor: Tensor) -> tuple[bool, bool]:
-    """Return whether it holds a NaN, and an infinity."""
+    """Return whether a replayed tensor holds a NaN, and an infinity."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return False, False
     return bool(tensor.isnan().any()), bool(tensor.isinf().any())
 
 
 def _has_nonfinite_gradient(gradients: Any) -> bool:
+    """Return whether one of a replayed node's gradients is not finite."""
     return any(
         any(_find_nan_inf(g)) for g in gradients if isinstance(g, Tensor) and _can_be_nonfinite(g)
     )
 
 
 def _storage_address(tensor: Tensor) -> int:
-    """Return the address of a replayed tensor's memory."""
     return tensor.untyped_storage().data_ptr()

@@ -94,7 +94,7 @@ class _ReplayCase:
 
     @property
     def limits(self) -> ReplayLimits:
-        """Limits that made a finite step bad. A norm is only compared if Vitals computed it."""
+        """Return limits that made a finite step bad; for the norm only if Vitals computed it."""
         facts = self.capsule.facts
         loss, limit = self.capsule.loss, facts.get("loss_limit")
         has_loss = limit is not None and math.isfinite(loss) and loss > limit
@@ -104,6 +104,7 @@ class _ReplayCase:
         return ReplayLimits(limit if has_loss else None, most if has_norm else None)
 
     def replay(self, batches: Sequence[Any], *, dtype: torch.dtype | None = None) -> ReplayResult:
+        """Replay batches of the capsule's step, and count it."""
         self.num_plays += 1
         return self.scene.replay(batches, self.capsule.rng, dtype=dtype)
 
@@ -121,7 +122,7 @@ def judge(
     *,
     try_machine: Callable[[torch.device], str] | None = None,
 ) -> ReplayVerdict:
-    """Replay a bad step and return its cause.
+    """Replay the bad step of a capsule, and return its cause.
 
     Args:
         capsule: of the step.
@@ -152,7 +153,7 @@ _MOST_THREADS = 1024
 
 @contextmanager
 def _use_run_precision(there: dict[str, str]) -> Iterator[None]:
-    """Add up in the run's order and precision: by its threads and its choice for float32."""
+    """Replay with the run's order and precision of sums: its threads, its choice for float32."""
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     try:
         if there.get("threads", "").isdigit():
@@ -165,6 +166,7 @@ def _use_run_precision(there: dict[str, str]) -> Iterator[None]:
 
 
 def _build_verdict(case: _ReplayCase, try_machine: Callable[[torch.device], str]) -> ReplayVerdict:
+    """Replay the capsule's step, and return its cause as a verdict."""
     capsule, weights = case.capsule, case.weights
     played = case.replay(case.batches)
     if played.error:
@@ -200,7 +202,6 @@ class PlayError(Exception):
 
 
 def _finite_or_none(value: float) -> float | None:
-    """Return a number of a replay's verdict; None if it is non-finite."""
     return value if math.isfinite(value) else None
 
 
@@ -222,7 +223,7 @@ _Found = tuple[Cause, str, str, tuple[int, ...]]
 def _find_cause(
     case: _ReplayCase, played: ReplayResult, try_machine: Callable[[torch.device], str]
 ) -> _Found:
-    """Return the cause: evidence in the state first, because a bad state affects every replay."""
+    """Return a replay's cause: state evidence first, because a bad state affects every replay."""
     if (state := _find_state_fault(case)) is not None:
         return state
     if not played.is_bad(case.limits):
@@ -235,17 +236,19 @@ def _find_cause(
     if not rows and (description := _not_finite(case)):
         return "data", description, "", ()
     if rows:
+        verb, pronoun = ("makes", "it") if len(rows) == 1 else ("make", "them")
         description = (
-            f"{_samples(rows)} of {num_rows} {_make_or_makes(rows)} the batch bad "
-            f"in every precision; "
+            f"{_samples(rows)} of {num_rows} {verb} the batch bad in every precision; without "
+            f"{pronoun} the batch is fine."
         )
-        return "data", f"{description}without {_it_or_them(rows)} the batch is fine.", "", rows
+        return "data", description, "", rows
     good = case.capsule.good
     if good is not None and not case.is_bad([good]):
         description = (
             "the batch is bad in every precision; one of an earlier step is fine with the same "
+            "weights."
         )
-        return "data", f"{description}weights.", "", ()
+        return "data", description, "", ()
     description = "the step is bad in every precision, so an operation has no finite result here"
     if good is not None:
         description += "; a batch of an earlier step is bad as well"
@@ -253,7 +256,7 @@ def _find_cause(
 
 
 def _find_state_fault(case: _ReplayCase) -> _Found | None:
-    """Return a fault of weights or optimizer state, of the run or as loaded."""
+    """Return a fault of the replayed weights or optimizer state, of the run or as loaded."""
     facts = case.capsule.facts
     if facts.get("replica") is not None:
         return _find_replica_fault(case, facts["replica"])
@@ -279,7 +282,7 @@ def _find_state_fault(case: _ReplayCase) -> _Found | None:
 
 
 def _find_replica_fault(case: _ReplayCase, replica: dict[str, Any]) -> _Found:
-    """Return the difference to a replica, and the first module whose output it changes."""
+    """Return a replayed replica's difference, and the first module whose output it changes."""
     name, first = replica["tensor"], replica["elements"][0]
     kind, _, rest = name.partition(".")
     live = dict(case.scene.model.named_parameters()).get(rest) if kind == "model" else None
@@ -298,7 +301,7 @@ def _find_replica_fault(case: _ReplayCase, replica: dict[str, Any]) -> _Found:
 
 
 def _owner(name: str) -> str:
-    """Return the module of a parameter, buffer or optimizer state, by its name."""
+    """Return the module of a replayed parameter, buffer or optimizer state, by its name."""
     kind, _, rest = name.partition(".")
     if kind == "optim":
         rest = rest.partition(".")[2].rpartition(".")[0]
@@ -329,17 +332,15 @@ def _explain_good_replay(
     if why:
         return "not_reproduced", f"the step is fine here; {'; '.join(why)}.", "", ()
     description = (
-        "with the same weights, batch and random state the step is fine, twice bit-equal. "
+        "with the same weights, batch and random state the step is fine, twice bit-equal. Code of "
+        "the loop outside loss_of is not re-run; if it is not the cause, test the node where it "
+        "ran: `vitals doctor --burn-in 60`."
     )
-    description += (
-        "Code of the loop outside loss_of is not re-run; if it is not the cause, test the "
-    )
-    description += "node where it ran: `vitals doctor --burn-in 60`."
     return "hardware", description, "", ()
 
 
 def _differences(capsule: Capsule, device: torch.device) -> list[str]:
-    """Return differences between this machine and the run's."""
+    """Return differences between the replay's machine and the run's."""
     here, there = versions(device), capsule.facts["versions"]
     names = ("torch", "cuda", "device", "float32_matmul")
     return [
@@ -350,7 +351,7 @@ def _differences(capsule: Capsule, device: torch.device) -> list[str]:
 
 
 def _try_machine(device: torch.device) -> str:
-    """Return the first wrong result of the burn-in's kernels; empty if there is none."""
+    """Return the replay machine's first wrong result of the burn-in's kernels; empty if none."""
     wrong, dtypes = None, [torch.float32, torch.float64]
     if device.type != "cuda" or torch.cuda.is_bf16_supported():
         dtypes.append(torch.bfloat16)
@@ -366,7 +367,7 @@ def _try_machine(device: torch.device) -> str:
 
 
 def _precision_sentence(case: _ReplayCase) -> str:
-    """Return a sentence that higher precision fixes it; empty if it does not, or is unknown."""
+    """Return a sentence that higher precision fixes the step; empty if not, or unknown."""
     lowest = _lowest(case)
     tried = (torch.float32, torch.float64) if lowest != "float32" else (torch.float64,)
     for dtype in tried if lowest != "float64" else ():
@@ -382,7 +383,7 @@ def _precision_sentence(case: _ReplayCase) -> str:
 
 
 def _lowest(case: _ReplayCase) -> str:
-    """Return the least precise type that the step computes in."""
+    """Return the least precise type that the replayed step computes in."""
     autocast = case.scene.autocast
     if autocast is not None and autocast.dtype:
         return autocast.dtype
@@ -398,7 +399,7 @@ def _lowest(case: _ReplayCase) -> str:
 
 
 def _bad_rows(case: _ReplayCase) -> tuple[tuple[int, ...], int]:
-    """Return the samples that are bad on their own, if the rest is fine; and their number.
+    """Return samples that are bad in a replay on their own, if the rest is fine; their number.
 
     With several micro-batches, in the first that is bad on its own.
     """
@@ -442,7 +443,7 @@ def _bisect_bad_samples(case: _ReplayCase, batch: Any, rows: list[int]) -> list[
 
 
 def _outlying_value_sentence(case: _ReplayCase, rows: Sequence[int]) -> str:
-    """Return a sentence about invalid values of these samples; empty: none."""
+    """Return a sentence about a bad step's samples with invalid values; empty: none."""
     without = "it" if len(rows) == 1 else _samples(rows)
     for batch in case.batches:
         for tensor in tensors_in(batch):
@@ -469,7 +470,7 @@ def _outlying_value_sentence(case: _ReplayCase, rows: Sequence[int]) -> str:
 
 
 def _not_finite(case: _ReplayCase) -> str:
-    """Return a sentence that NaN or Inf in the batch is the cause; empty: it is not.
+    """Return a sentence that NaN or Inf in the replayed batch is the cause; empty: it is not.
 
     For samples that cannot be left out. An infinity below 0 may be a mask, so it stays.
     """
@@ -488,25 +489,16 @@ def _not_finite(case: _ReplayCase) -> str:
 
 
 def _samples(rows: Sequence[int]) -> str:
-    """Return the sample numbers as text, counted from 0."""
+    """Return the bad samples of a replayed batch as text, counted from 0."""
     more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
     return f"sample{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:_SHOWN]))}{more}"
-
-
-def _make_or_makes(rows: Sequence[int]) -> str:
-    """Return the verb for the bad samples of a replayed batch."""
-    return "makes" if len(rows) == 1 else "make"
-
-
-def _it_or_them(rows: Sequence[int]) -> str:
-    """Return the pronoun for the bad samples of a replayed batch."""
-    return "it" if len(rows) == 1 else "them"
 
 
 # ------------------------------------------------------------------------------------ words
 
 
 def _origin_sentence(origin: NonfiniteOrigin | None) -> list[str]:
+    """Return a sentence about the first non-finite value of a replay; empty without one."""
     if origin is None:
         return []
     where = origin.module if origin.module.startswith("the ") else f"`{origin.module}`"
@@ -519,7 +511,7 @@ def _is_bit_equal(capsule: Capsule, played: ReplayResult) -> bool | None:
 
 
 def _loss_equality_sentence(case: _ReplayCase, played: ReplayResult) -> str:
-    """Return whether the loss is equal, and with which weights, as a sentence."""
+    """Return whether the replayed loss is the run's, and with which weights, as a sentence."""
     equal = _is_bit_equal(case.capsule, played)
     loss = case.capsule.facts.get("loss")
     if loss is None:
@@ -535,7 +527,7 @@ def _loss_equality_sentence(case: _ReplayCase, played: ReplayResult) -> str:
 
 
 def write_verdict(verdict: ReplayVerdict, capsule: Path) -> Path:
-    """Write a verdict next to its capsule; return its path."""
+    """Write a replay's verdict next to its capsule; return its path."""
     path = capsule.with_suffix(VERDICT)
     raw = json.dumps(msgspec.to_builtins(verdict), indent=2).encode() + b"\n"
     replace_file(path, raw, mode=0o600)

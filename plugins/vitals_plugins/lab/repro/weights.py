@@ -32,12 +32,12 @@ class LoadedWeights:
     """Largest magnitude by name."""
 
     def largest(self, name: str) -> float | None:
-        """Return a tensor's largest magnitude; None if it is unknown."""
+        """Return a tensor's largest magnitude before the replay; None if it is unknown."""
         return self.absolute.get(name)
 
 
 def load_step_weights(capsule: Capsule, run_dir: RunDir, model: nn.Module) -> LoadedWeights:
-    """Load the latest checkpoint at or before the step into the model, in place.
+    """Load the latest checkpoint at or before a capsule's step into the model, in place.
 
     Without a checkpoint, the model keeps its weights.
 
@@ -73,7 +73,7 @@ def load_step_weights(capsule: Capsule, run_dir: RunDir, model: nn.Module) -> Lo
 
 
 def read_into(model: nn.Module, folder: Path, *, rank: int = 0) -> dict[str, Tensor]:
-    """Read a checkpoint's parameters and buffers into a model, in place; return them by name.
+    """Read a checkpoint's parameters and buffers for a replay, in place; return them by name.
 
     Raises:
         UsageError: the checkpoint belongs to another model.
@@ -108,6 +108,7 @@ def read_into(model: nn.Module, folder: Path, *, rank: int = 0) -> dict[str, Ten
 
 
 def _load_weights(folder: Path, step: int, capsule: Capsule, model: nn.Module) -> LoadedWeights:
+    """Load a checkpoint's weights for a replay, and note non-finite and largest values."""
     from trainer_hooks.recovery.checkpoints import payload
     from trainer_hooks.recovery.checkpoints.planner import TensorBox
 
@@ -126,13 +127,13 @@ def _load_weights(folder: Path, step: int, capsule: Capsule, model: nn.Module) -
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's parameters and buffers by their names in checkpoints."""
+    """Return the replayed model's parameters and buffers by their names in checkpoints."""
     params = {f"model.{clean_name(n)}": p.detach() for n, p in model.named_parameters()}
     return params | {f"buffer.{clean_name(n)}": b for n, b in model.named_buffers()}
 
 
 def _summarize_tensors(tensors: Mapping[str, Tensor]) -> tuple[list[str], dict[str, float]]:
-    """Return which are not finite, and the largest magnitude of the others."""
+    """Return which loaded tensors are not finite, and the others' largest magnitude."""
     bad, largest = [], {}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not tensor.numel():

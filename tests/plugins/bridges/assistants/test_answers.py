@@ -19,7 +19,6 @@ from vitals_plugins.bridges.assistants.answers import (
     downsample_points,
     mark_as_data,
     redacted_pairs,
-    render_tool_response,
     strip_data_marks,
 )
 
@@ -73,17 +72,15 @@ def test_numbers_are_short_and_a_number_that_is_not_finite_is_a_word():
 
 
 def test_the_note_about_marks_comes_with_marked_text_only():
-    assert DATA_NOTE == json.loads(render_tool_response(ToolResponse(facts={"name": "x"})))["note"]
-    assert "note" not in json.loads(render_tool_response(ToolResponse(facts={"state": Fixed("x")})))
+    assert DATA_NOTE == json.loads(ToolResponse(facts={"name": "x"}).render())["note"]
+    assert "note" not in json.loads(ToolResponse(facts={"state": Fixed("x")}).render())
 
 
 def test_a_response_states_which_rows_it_omits_and_how_to_get_them():
     rows = [{"step": step, "reason": "r" * 50} for step in range(5_000)]
-    text = render_tool_response(
-        ToolResponse(
-            facts={"num": 5_000}, lists={"decisions": rows}, more={"decisions": "narrow it"}
-        )
-    )
+    text = ToolResponse(
+        facts={"num": 5_000}, lists={"decisions": rows}, more={"decisions": "narrow it"}
+    ).render()
     body = json.loads(text)
     assert len(text.encode()) <= 4_096
     assert [0, 1, 2] == [row["step"] for row in body["decisions"][:3]]
@@ -92,23 +89,19 @@ def test_a_response_states_which_rows_it_omits_and_how_to_get_them():
 
 def test_a_caller_may_ask_for_more():
     answer = ToolResponse(facts={}, lists={"rows": ["x" * 100] * 500})
-    small, large = (json.loads(render_tool_response(answer, max_kb=kb))["rows"] for kb in (4, 16))
+    small, large = (json.loads(answer.render(max_kb=kb))["rows"] for kb in (4, 16))
     assert 10 < len(small) < 50 < len(large) < 500
 
 
 @pytest.mark.parametrize("max_kb", [-5, 0, 1])
 def test_the_least_size_is_one_kilobyte(max_kb):
-    text = render_tool_response(
-        ToolResponse(facts={}, lists={"rows": ["x" * 100] * 500}), max_kb=max_kb
-    )
+    text = ToolResponse(facts={}, lists={"rows": ["x" * 100] * 500}).render(max_kb=max_kb)
     assert len(text.encode()) <= 1_024
 
 
 def test_the_largest_list_is_cut_first():
     body = json.loads(
-        render_tool_response(
-            ToolResponse(facts={}, lists={"few": ["a"] * 3, "many": ["b" * 50] * 900})
-        )
+        ToolResponse(facts={}, lists={"few": ["a"] * 3, "many": ["b" * 50] * 900}).render()
     )
     assert 3 == len(body["few"])
     assert len(body["many"]) < 900
@@ -116,7 +109,7 @@ def test_the_largest_list_is_cut_first():
 
 def test_long_texts_are_shortened_before_a_response_is_given_up():
     facts = {f"fact_{number}": Story("word " * 600) for number in range(4)}
-    text = render_tool_response(ToolResponse(facts=facts))
+    text = ToolResponse(facts=facts).render()
     assert len(text.encode()) <= 4_096
     assert facts.keys() < json.loads(text).keys()
 
@@ -125,7 +118,7 @@ def test_a_response_that_cannot_be_made_small_says_so():
     facts = {f"fact_{number}": number for number in range(1_000)}
     assert {
         "omitted": ["the response has more than 4096 bytes: call with max_kb=32"]
-    } == json.loads(render_tool_response(ToolResponse(facts=facts)))
+    } == json.loads(ToolResponse(facts=facts).render())
 
 
 values = st.recursive(
@@ -139,8 +132,8 @@ values = st.recursive(
 
 @given(rows=st.lists(values, max_size=60), story=st.text(max_size=3_000), kb=st.integers(1, 8))
 def test_any_content_fits_and_all_its_text_is_marked(rows, story, kb):
-    text = render_tool_response(
-        ToolResponse(facts={"story": Story(story + ORDER)}, lists={"rows": rows}), max_kb=kb
+    text = ToolResponse(facts={"story": Story(story + ORDER)}, lists={"rows": rows}).render(
+        max_kb=kb
     )
     assert len(text.encode()) <= 1_024 * kb
     body = json.loads(text)
@@ -183,6 +176,6 @@ def test_the_extremes_of_a_curve_are_always_kept(values, num):
 def test_a_curve_keeps_its_spikes_in_a_response_of_any_size():
     points = [(step, 1.0) for step in range(100_000)]
     points[54_321] = (54_321, 1e9)
-    text = render_tool_response(ToolResponse(facts={}, curve=points), max_kb=1)
+    text = ToolResponse(facts={}, curve=points).render(max_kb=1)
     assert len(text.encode()) <= 1_024
     assert [54_321, 1e9] in json.loads(text)["points"]

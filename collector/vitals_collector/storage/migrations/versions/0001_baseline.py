@@ -14,5 +14,5 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Create all tables."""
+    """Create all tables of the SQL database: the first migration."""
     metadata.create_all(op.get_bind(), checkfirst=False)

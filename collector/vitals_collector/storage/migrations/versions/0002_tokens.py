@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add what a database of v3 lacks; a new one has it."""
+    """Add the tables and columns of tokens to a database of v3; a new one has them."""
     bind = op.get_bind()
     tokens.create(bind, checkfirst=True)
     for table, column in (

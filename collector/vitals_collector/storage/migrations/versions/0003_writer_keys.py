@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add the column that a database of v4 lacks; a new one has it."""
+    """Add the column of writer keys to a database of v4; a new one has it."""
     if "writer_key_hash" not in {
         known["name"] for known in inspect(op.get_bind()).get_columns("sources")
     }:

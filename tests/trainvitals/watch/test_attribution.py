@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from trainvitals.detect.attribution import MOST_ONSETS, Onset, OnsetTracker, find_origin_onset
+from trainvitals.detect.fleet.attribution import MOST_ONSETS, Onset, OnsetTracker, find_origin_onset
 from trainvitals.detect.fleet.base import MergedStep
 
 LAYERS = ("h.0", "h.1", "h.2", "h.3", "h.4", "h.5", "head")
@@ -136,6 +136,14 @@ CASES = {
         lambda s, k: change(s, ranks={("rank_loss", rank): 5.0 for rank in range(4)}),
         (BAD, "data", "", "loss"),
     ),
+    "the outputs of one layer, and of those after it": (
+        lambda s, k: change(s, layers={(n, "activation_rms"): 60.0 for n in LAYERS[2:]}),
+        (BAD, "layer", "h.2", "activation_rms"),
+    ),
+    "the outputs of all layers, and so the inputs": (
+        lambda s, k: change(s, layers=all_layers("activation_rms", 60.0)),
+        (BAD, "data", "", "activation_rms"),
+    ),
     "the loss itself": (
         lambda s, k: change(s, ranks={("rank_loss", rank): math.inf for rank in range(4)}),
         (BAD, "loss", "", "loss"),
@@ -172,6 +180,15 @@ CASES = {
 def test_what_moved_first_is_named(case):
     damage, expected = CASES[case]
     assert expected == named(seen(damage))
+
+
+def test_weight_decay_is_named_in_a_run_without_a_clip():
+    def damage(step, age):
+        step = change(step, run={"weight_decay": 0.0})
+        del step.run["max_norm"]
+        return step
+
+    assert (BAD, "config", "", "weight_decay") == named(seen(damage))
 
 
 def test_a_quiet_run_names_nothing():

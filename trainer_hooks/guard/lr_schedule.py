@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
+from trainvitals.detect.reporter import make_finding
 from trainvitals.errors import UsageError
 from trainvitals.records import Finding
 from trainvitals.stateful import Stateful, state_row
@@ -35,14 +36,14 @@ class RateBand(NamedTuple):
     high: float
 
     def widened(self, tolerance: float, floor: float) -> RateBand:
-        """Return the band widened for rounding: by a share of the rate, at least by a floor."""
+        """Widen the declared range of a rate for rounding, before the detector compares."""
         return RateBand(
             self.low - tolerance * abs(self.low) - floor,
             self.high + tolerance * abs(self.high) + floor,
         )
 
     def times(self, factor: float) -> RateBand:
-        """Return the band for rates multiplied by a factor."""
+        """Return the range that the detector expects for a rate multiplied by a factor."""
         return RateBand(self.low * factor, self.high * factor)
 
 
@@ -87,7 +88,7 @@ class LRSchedule:
             )
 
     def band(self, step: int, total_steps: int) -> RateBand:
-        """Return the range of the rate at a step, as multiples of the peak."""
+        """Return the range that the detector expects for the rate at a step; the peak is 1."""
         if step < self.warmup_steps:
             return RateBand(0.0, 1.0 + _SHAPE_TOLERANCE)
         near = [self._band_at(each, total_steps) for each in (step - 1, step, step + 1)]
@@ -97,7 +98,7 @@ class LRSchedule:
         )
 
     def _band_at(self, step: int, total_steps: int) -> RateBand:
-        """Return the declared range of the learning rate at exactly one step."""
+        """Return the range that the detector expects for the learning rate at exactly one step."""
         if self.kind == "constant":
             return RateBand(1.0, 1.0)
         begin = self.warmup_steps
@@ -141,17 +142,17 @@ class ScheduleFollower(Stateful):
         self._highest = 0.0
 
     def expect(self, steps: int) -> None:
-        """Accept an announced change: the rates after it count as declared."""
+        """Accept an announced change: the detector takes the rates after it as declared."""
         self._left = max(self._left, steps)
 
     def is_declared(self, rate: float, band: RateBand) -> bool:
-        """Return whether the first group's rate is as declared."""
+        """Detect whether the first group's rate in a step is as the schedule declares."""
         return not self._is_outside_band(rate, band.times(self._scales[0] if self._scales else 1.0))
 
     def update(
         self, step: int, rates: Sequence[float | None], declared: Sequence[RateBand | None]
     ) -> Finding | None:
-        """Return the finding about a step; a group without a rate or a band is skipped."""
+        """Judge a step's learning rates; return the finding on a departure from the schedule."""
         if len(self._scales) != len(rates):
             self._scales = [1.0] * len(rates)
         if self._left > 0:
@@ -190,19 +191,13 @@ class ScheduleFollower(Stateful):
         self._on = True
         _, rate, band = off[0]
         expected = min(max(rate, band.low), band.high)  # the nearer end of the band
-        return Finding(
-            kind="schedule",
-            level="advisory",
-            step=step,
-            detector="schedule",
-            reason=self._departure_text(step, off),
-            value=rate,
-            limit=expected,
-            onset_step=self._since,
-            cause="schedule",
+        reason = self._departure_text(step, off)
+        return make_finding(
+            "schedule", step, reason, value=rate, limit=expected, onset_step=self._since
         )
 
     def _departure_text(self, step: int, off: Sequence[tuple[int, float, RateBand]]) -> str:
+        """Return the text of the finding: groups whose rate left the declared schedule."""
         named = ", ".join(
             f"{_format_group(group)}{rate:.4g} instead of {_format_band(band)}"
             for group, rate, band in off[:_MOST_NAMED]
@@ -212,7 +207,7 @@ class ScheduleFollower(Stateful):
         return f"the learning rate left the declared {self._name}: {named}{more}{since}"
 
     def _is_outside_band(self, rate: float, band: RateBand) -> bool:
-        """Return whether a learning rate is outside its declared range."""
+        """Detect whether a step's learning rate is outside its declared range."""
         self._highest = max(self._highest, abs(band.high))
         low, high = band.widened(self._tolerance, 1e-3 * self._tolerance * self._highest)
         return not low <= rate <= high
@@ -220,24 +215,25 @@ class ScheduleFollower(Stateful):
     def _measure_group_scale(
         self, scale: float, rate: float | None, band: RateBand | None
     ) -> float:
-        """Return the factor by which a group's rate differs from now on."""
+        """Return the factor by which the detector expects a group's rate to differ hereafter."""
         if rate is None or band is None or not self._is_outside_band(rate, band.times(scale)):
             return scale
         middle = (band.low + band.high) / 2
         return rate / middle if middle > 0.0 and rate >= 0.0 else scale
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue as the follower that returned ``state``; start over without one."""
+        """Continue as the detector that returned ``state``; start over without one."""
         if state:
             super().load_state_dict(state)
 
 
 def _format_group(group: int) -> str:
+    """Return a parameter group's number for the finding about its learning rate."""
     return f"group {group}: " if group else ""
 
 
 def _format_band(band: RateBand) -> str:
-    """Return a range of learning rates as text."""
+    """Return a range of learning rates as text for the detector's finding."""
     if band.high - band.low <= 0.02 * abs(band.high):
         return f"{(band.low + band.high) / 2:.4g}"
     return f"{band.low:.4g} to {band.high:.4g}"

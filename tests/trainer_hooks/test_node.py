@@ -1,6 +1,6 @@
 """Which ranks share an agent, and what their node is called."""
 
-from trainvitals.io.node import Spot, locate_process, name_nodes
+from trainer_hooks.node import Spot, locate_process, name_nodes
 
 
 def spot(host: str = "worker", memory: str = "boot:1:2", processes: str = "pid:[1]") -> Spot:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from trainer_hooks.tensors.gradients import clean_name
+from trainer_hooks.tensors.gradients import clean_name, flat_parameters
 from trainvitals.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -34,7 +34,7 @@ class ShardPiece(NamedTuple):
     """Index of the first element in the rank's flat tensor; None: all of it, in its shape."""
 
     def of(self, local: Tensor) -> Tensor:
-        """Return the elements as a view of the rank's tensor."""
+        """Return the elements, a box in a checkpoint, as a view of the rank's tensor."""
         if self.start is None:
             return local
         stop = self.start + math.prod(self.sizes)
@@ -57,18 +57,18 @@ class LocalShard:
     """Whether every rank holds all of it."""
 
     def renamed(self, old: str, new: str) -> "LocalShard":
-        """Return the position with another prefix of the complete tensors' names."""
+        """Return the place in a checkpoint with another prefix of the complete tensors' names."""
         pieces = [p._replace(name=new + p.name.removeprefix(old)) for p in self.pieces]
         wholes = {new + name.removeprefix(old): shape for name, shape in self.wholes.items()}
         return replace(self, wholes=wholes, pieces=tuple(pieces))
 
     def writes(self, name: str, offsets: Shape) -> bool:
-        """Return whether this rank is the one that writes the box, among those that hold it."""
+        """Return whether this rank writes the box to a checkpoint, among those that hold it."""
         return zlib.crc32(repr((name, tuple(offsets))).encode()) % self.copies == self.copy
 
 
 def range_boxes(shape: Shape, start: int, stop: int) -> Iterator[Extent]:
-    """Yield, in order, the boxes that form a range of the flattened, row-major tensor."""
+    """Yield, in order, a checkpoint's boxes that form a range of the flat, row-major tensor."""
     row = math.prod(shape[1:])
     while start < stop:
         if not shape:
@@ -87,7 +87,7 @@ def range_boxes(shape: Shape, start: int, stop: int) -> Iterator[Extent]:
 
 
 def split_box(sizes: Shape, most: int) -> Iterator[Extent]:
-    """Yield, in order, boxes of at most ``most`` elements that form one box of these sizes."""
+    """Yield, in order, a checkpoint's boxes of at most ``most`` elements that form these sizes."""
     row = math.prod(sizes[1:])
     if not sizes or sizes[0] * row <= most:
         yield _whole_extent(sizes)
@@ -114,13 +114,7 @@ def local_shards(
 ) -> dict[str, LocalShard]:
     """Return this rank's content of tensors with a position in complete ones; others are left out.
 
-    Args:
-        module: module of the tensors.
-        prefix: prefix of each name in the checkpoint.
-        tensors: the tensors by the module's names.
-        alike: names of plain tensors that are known to be equal on every rank.
-        rank: this rank.
-        world_size: number of ranks.
+    ``tensors`` are by the module's names. The plain ones in ``alike`` are equal on every rank.
     """
     ranges = _flat_ranges(module)
     places = {}
@@ -139,7 +133,7 @@ def local_shards(
 
 
 def _held_whole(name: str, shape: Shape) -> LocalShard:
-    """Return the shard of a tensor that this rank holds completely."""
+    """Return the checkpoint's shard of a tensor that this rank holds completely."""
     piece = ShardPiece(name, shape, *_whole_extent(shape), None)
     return LocalShard(shape=shape, wholes={name: shape}, pieces=(piece,))
 
@@ -193,12 +187,10 @@ class _Range(NamedTuple):
 
 
 def _flat_ranges(module: nn.Module) -> dict[int, tuple[list[_Range], bool]]:
-    """Return the ranges in each of FSDP1's tensors, and whether it is uncut, by tensor id."""
+    """Return a checkpoint's ranges in each FSDP1 tensor, and whether it is uncut, by tensor id."""
     by_tensor: dict[int, tuple[list[_Range], bool]] = {}
-    for prefix, inner in module.named_modules():
-        handle: Any = getattr(inner, "_handle", None)
-        flat = getattr(handle, "flat_param", None)
-        if flat is None or not all(flat._contiguities):
+    for prefix, handle, flat in flat_parameters(module):
+        if not all(flat._contiguities):
             continue  # has another memory format: not in the order of its rows
         ranges = [
             _Range(
@@ -220,7 +212,7 @@ def _flat_ranges(module: nn.Module) -> dict[int, tuple[list[_Range], bool]]:
 
 
 def _held_in_ranges(prefix: str, tensor: Tensor, ranges: list[_Range], uncut: bool) -> LocalShard:
-    """Return the shard in one of FSDP1's flattened tensors."""
+    """Return the shard for a checkpoint in one of FSDP1's flattened tensors."""
     local = tuple(tensor.shape)
     if len(ranges) == 1 and local == ranges[0].shape:
         return replace(_held_whole(prefix + ranges[0].fqn, local), uncut=uncut)
@@ -238,4 +230,5 @@ def _held_in_ranges(prefix: str, tensor: Tensor, ranges: list[_Range], uncut: bo
 
 
 def _whole_extent(shape: Shape) -> Extent:
+    """Return a checkpoint's box that covers a complete tensor of this shape."""
     return tuple(0 for _ in shape), shape

@@ -10,7 +10,7 @@ _MAX_SHIFT = 63
 
 
 def read_fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield each field's number and value: bytes, or the bits of a number.
+    """Yield number and value of a protobuf message's fields: bytes, or the bits of a number.
 
     Raises:
         FormatError: the bytes are not a message.
@@ -40,7 +40,7 @@ def read_fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
 
 
 def encode_varint(number: int) -> bytes:
-    """Return a number of at least 0 as protobuf writes it."""
+    """Return a number of at least 0 as a protobuf varint."""
     parts = bytearray()
     while number > 0x7F:
         parts.append(number & 0x7F | 0x80)
@@ -49,12 +49,12 @@ def encode_varint(number: int) -> bytes:
 
 
 def decode_int64(value: int) -> int:
-    """Return the number of a varint that is an ``int64``."""
+    """Return the number of a protobuf varint that is an ``int64``."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def decode_sint64(value: int) -> int:
-    """Return the number of a varint that is a ``sint64``."""
+    """Return the number of a protobuf varint that is a ``sint64``."""
     return (value >> 1) ^ -(value & 1)
 
 
@@ -66,6 +66,7 @@ def decode_double(bits: int) -> float:
 
 
 def _read_varint(message: memoryview, at: int) -> tuple[int, int]:
+    """Return a protobuf varint at ``at`` as a number, and the position after it."""
     value = shift = 0
     while at < len(message) and shift <= _MAX_SHIFT:
         byte = message[at]

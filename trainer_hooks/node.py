@@ -4,8 +4,6 @@ A host name is not enough. Containers may all have the same name, or share one m
 memory and process ids; two agents with one name would write to the same directory.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +33,7 @@ def locate_process(host: str, run_folder: Path | None) -> Spot:
 
 
 def name_nodes(spots: Sequence[Spot]) -> list[str]:
-    """Return each rank's node: its host name, with a suffix if needed to make it unique.
+    """Name each rank's node, for files in shared memory: host name, with a suffix if ambiguous.
 
     The suffix is the same in every start, as long as the node's shared memory lasts: files of an
     earlier start belong to the same node.
@@ -44,7 +42,7 @@ def name_nodes(spots: Sequence[Spot]) -> list[str]:
 
 
 def _unique_node_name(spot: Spot, spots: Sequence[Spot]) -> str:
-    """Return a rank's host name, with a hash if containers share the host name."""
+    """Return a rank's host name, with a hash if other shared memory has the same name."""
     others = {each for each in spots if each.host == spot.host and each.memory} - {spot}
     if not spot.memory or not others:
         return spot.host
@@ -54,11 +52,12 @@ def _unique_node_name(spot: Spot, spots: Sequence[Spot]) -> str:
 
 
 def _short_hash(text: str) -> str:
-    """Return eight hexadecimal characters for a node's unique name."""
+    """Return eight hexadecimal characters that make a node's name in file paths unique."""
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _read_text(path: Path) -> str:
+    """Read a file of the system that identifies the node; "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -66,6 +65,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_link(path: Path) -> str:
+    """Read a link of the system that identifies the node; "" if it cannot be read."""
     try:
         return str(path.readlink())
     except OSError:

@@ -25,20 +25,20 @@ class StepTail:
         self._attempt = 0
 
     def columns(self, from_step: int) -> dict[str, Sequence[object]]:
-        """Return the steps from ``from_step`` as columns, without writing."""
+        """Query the steps from ``from_step`` as columns of `vitals tail`, without writing."""
         self._next_step = from_step
         rows = self._read_new_rows()
         return {name: [row[at] for row in rows] for at, name in enumerate(_HEADER)}
 
     def write_header(self, from_step: int) -> None:
-        """Write the header and the steps from ``from_step``."""
+        """Query the steps from ``from_step`` and write them below a header, for `vitals tail`."""
         attempts = self._reader.ask(RunQuestion(run_id=self._run_id)).attempts
         self._attempt = attempts[-1].id if attempts else 0
         self._next_step = from_step
         self._write_steps(self._read_new_rows(), with_header=True)
 
     def write_new_steps(self) -> RunSummary:
-        """Write the new steps, and return the state of the run."""
+        """Query and write a followed run's new steps; return the state of the run."""
         detail = self._reader.ask(RunQuestion(run_id=self._run_id))
         newest = detail.attempts[-1] if detail.attempts else None
         if newest is not None and newest.id != self._attempt:
@@ -47,6 +47,7 @@ class StepTail:
         return detail.summary
 
     def _read_new_rows(self) -> list[_Row]:
+        """Query the steps of a followed run that were not written yet."""
         values: dict[tuple[int, int], dict[str, object]] = {}
         for metric in _METRICS:
             reply = self._reader.ask(
@@ -65,6 +66,7 @@ class StepTail:
         ]
 
     def _write_steps(self, rows: list[_Row], *, with_header: bool) -> None:
+        """Write queried steps to the terminal as a table, as CSV or as JSON lines."""
         if self._form is Format.JSON:
             for row in rows:
                 write_json_line(dict(zip(_HEADER, row, strict=True)))

@@ -5,20 +5,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from trainvitals import views
 from trainvitals.records import decision_text
-from trainvitals.views import (
-    AlertsQuestion,
-    AlertView,
-    AttemptView,
-    DecisionsQuestion,
-    EventsQuestion,
-    ManySeriesQuestion,
-    RunDetail,
-    RunQuestion,
-    RunSummary,
-    SeriesReply,
-    SeriesRequest,
-)
 from vitals_collector.queries.open import Reader
 
 SPEED_STEPS = 50
@@ -34,7 +22,7 @@ _METRICS = ("loss", "grad_norm", "learning_rate", "mfu_ratio", "tokens_seen")
 class RunProgress:
     """State of a run at one poll."""
 
-    summary: RunSummary
+    summary: views.RunSummary
     attempt: int
     """Counts from 1."""
     step: int
@@ -50,13 +38,7 @@ class RunProgress:
 
 
 class ProgressReader:
-    """Polls one run; remembers the reported events.
-
-    Args:
-        reader: runs the queries.
-        run_id: id of the run.
-        stopwatch: returns the time in seconds, to measure the queries for alerts.
-    """
+    """Polls one run; remembers the reported events. ``stopwatch`` measures the alert queries."""
 
     def __init__(
         self, reader: Reader, run_id: str, *, stopwatch: Callable[[], float] = time.monotonic
@@ -75,8 +57,8 @@ class ProgressReader:
         self._last_alert = ""
 
     def poll(self) -> RunProgress:
-        """Return the run as it is now."""
-        detail = self._reader.ask(RunQuestion(run_id=self._run_id))
+        """Query a followed run as it is now, with the events since the previous poll."""
+        detail = self._reader.ask(views.RunQuestion(run_id=self._run_id))
         happened = [
             *self._new_action_lines(detail.summary),
             *self._restarts(detail.attempts),
@@ -103,15 +85,16 @@ class ProgressReader:
 
     def how_it_ended(self) -> str:
         """Return the reason that the run, or its agent, reported for its end; "" for none."""
-        events = self._reader.ask(EventsQuestion(run_id=self._run_id, kind="RunEnded"))
+        events = self._reader.ask(views.EventsQuestion(run_id=self._run_id, kind="RunEnded"))
         return events[-1].text if events else ""
 
-    def _new_action_lines(self, summary: RunSummary) -> list[str]:
+    def _new_action_lines(self, summary: views.RunSummary) -> list[str]:
+        """Query a followed run's decisions since the last poll, as lines of text."""
         acted = (summary.num_skips, summary.num_rollbacks, summary.last_decision)
         if acted == self._acted:
             return []
         self._acted = acted
-        ledger = self._reader.ask(DecisionsQuestion(run_id=self._run_id))
+        ledger = self._reader.ask(views.DecisionsQuestion(run_id=self._run_id))
         new = [
             view.decision
             for view in ledger
@@ -128,8 +111,8 @@ class ProgressReader:
             return lines
         return [*lines[: MAX_ACTIONS - 1], f"and {num_more} more", lines[-1]]
 
-    def _restarts(self, attempts: Sequence[AttemptView]) -> list[str]:
-        """Return a line for each start of the training; rollbacks are listed as actions."""
+    def _restarts(self, attempts: Sequence[views.AttemptView]) -> list[str]:
+        """Return a line for each restart of a followed run since the last poll."""
         lines = [
             f"restarted at step {attempt.fork_step:,} (attempt {attempt.ordinal}): {attempt.reason}"
             for attempt in attempts
@@ -139,10 +122,11 @@ class ProgressReader:
         return lines
 
     def _new_alerts(self) -> list[str]:
+        """Query a followed run's alerts since the last poll, as lines of text."""
         began = self._stopwatch()
         if began < self._alerts_due:
             return []
-        alerts = self._reader.ask(AlertsQuestion(run_id=self._run_id))
+        alerts = self._reader.ask(views.AlertsQuestion(run_id=self._run_id))
         ended = self._stopwatch()
         self._alerts_due = ended + (ended - began) / ALERTS_SHARE
         new = [
@@ -158,25 +142,27 @@ class ProgressReader:
             self._last_alert = _alert_text(new[-1])
         return [f"alert: {_alert_text(alert)}" for alert in new if alert.state == "firing"]
 
-    def _recent_series(self, detail: RunDetail, step: int) -> dict[str, SeriesReply]:
+    def _recent_series(self, detail: views.RunDetail, step: int) -> dict[str, views.SeriesReply]:
+        """Query the latest steps of a followed run, for its loss and its speed."""
         names = [name for name in _METRICS if f"steps.{name}" in detail.metrics]
         first = max(0, step - SPEED_STEPS + 1)
         requests = tuple(
-            SeriesRequest(metric=f"steps.{name}", points=2 * SPEED_STEPS, from_step=first)
+            views.SeriesRequest(metric=f"steps.{name}", points=2 * SPEED_STEPS, from_step=first)
             for name in names
         )
         if step < 0 or not requests:
             return {}
-        question = ManySeriesQuestion(run_id=self._run_id, series=requests)
+        question = views.ManySeriesQuestion(run_id=self._run_id, series=requests)
         return dict(zip(names, self._reader.ask(question), strict=True))
 
 
-def _alert_text(alert: AlertView) -> str:
+def _alert_text(alert: views.AlertView) -> str:
+    """Return an alert of a followed run as a line of text."""
     return f"{alert.name} ({alert.severity}): {alert.summary}"
 
 
-def _at(reply: SeriesReply, step: int) -> list[float]:
-    """Return a followed run's value at the step, if it was measured."""
+def _at(reply: views.SeriesReply, step: int) -> list[float]:
+    """Return the value of a followed run's queried series at a step, if it was measured."""
     if not reply.step or reply.step[-1] != step:
         return []
     value = reply.value[-1]
@@ -186,17 +172,19 @@ def _at(reply: SeriesReply, step: int) -> list[float]:
     return [float(kinds.get(step, "nan"))]
 
 
-def _steps_per_second(series: Mapping[str, SeriesReply]) -> float | None:
+def _steps_per_second(series: Mapping[str, views.SeriesReply]) -> float | None:
+    """Return the speed of a followed run in steps, from its queried series."""
     longest = max(series.values(), key=lambda reply: len(reply.step), default=None)
     return None if longest is None else _rate(longest, longest.step)
 
 
-def _tokens_per_second(tokens_seen: SeriesReply | None) -> float | None:
+def _tokens_per_second(tokens_seen: views.SeriesReply | None) -> float | None:
+    """Return the speed of a followed run in tokens, from its queried series."""
     return None if tokens_seen is None else _rate(tokens_seen, tokens_seen.value)
 
 
-def _rate(reply: SeriesReply, values: Sequence[float | None]) -> float | None:
-    """Return the growth per second of a followed run's values."""
+def _rate(reply: views.SeriesReply, values: Sequence[float | None]) -> float | None:
+    """Return the growth per second of a queried series, for the speed of a followed run."""
     if len(values) < 2 or values[0] is None or values[-1] is None:
         return None
     seconds = (reply.time_unix_ns[-1] - reply.time_unix_ns[0]) / 1e9

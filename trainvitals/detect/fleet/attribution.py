@@ -12,8 +12,6 @@ Onsets are recorded when the steps arrive. A later search, on request, got half 
 by then most series that are out are a consequence.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, insort
 from collections import deque
@@ -121,18 +119,18 @@ class Onset(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_of_speed(self) -> bool:
-        """Whether the onset concerns the speed of the run, not its numbers."""
+        """Return whether the first change concerns the speed of the run, not its numbers."""
         return self.subject == "loader"
 
     @property
     def is_lasting(self) -> bool:
-        """Whether the onset changed what later steps start from, such as weights."""
+        """Return whether the first change altered what later steps start from, such as weights."""
         is_frozen = self.value == 0.0 and self.sigmas is None
         return is_frozen or self.subject in ("lr", "config") or self.series in _STATE_SERIES
 
     @property
     def is_nonfinite(self) -> bool:
-        """Whether a number turned NaN or infinite at the onset."""
+        """Return whether the first change is a number that turned NaN or infinite."""
         return self.value is None and not self.is_lasting
 
 
@@ -173,11 +171,11 @@ class _SeriesReference:
 
     @property
     def is_judged(self) -> bool:
-        """Whether it has a reference."""
+        """Return whether the series has a normal range, which a first change would leave."""
         return self._scale < math.inf
 
     def sigmas_beyond_limit(self, value: float) -> float:
-        """Return the sigmas of a value that is out, otherwise 0."""
+        """Return by how many sigmas the step's value left its series' range, otherwise 0."""
         ordered = self._ordered
         num = len(ordered)
         if not num or value - value != 0.0:
@@ -192,7 +190,7 @@ class _SeriesReference:
         return away / self._scale if abs(away) > self._limit else 0.0
 
     def add(self, value: float, step: int, *, is_quiet: bool) -> None:
-        """Add the value that was just checked."""
+        """Add the step's value that was just checked for a first change."""
         if value - value != 0.0:
             return
         raw, ordered = self._raw, self._ordered
@@ -217,7 +215,7 @@ class _SeriesReference:
             self._refresh_scale()
 
     def _refresh_scale(self) -> None:
-        """Compute scale and limit of the series again from its quiet values."""
+        """Compute the normal range of the series again from its quiet steps."""
         self._age = 0
         if len(self._away) < LEAST:
             return
@@ -229,6 +227,7 @@ class _SeriesReference:
 
 
 def _sorted_median(ordered: Sequence[float]) -> float:
+    """Return the median of sorted values, from which a first change is measured."""
     return (ordered[(len(ordered) - 1) >> 1] + ordered[len(ordered) >> 1]) / 2
 
 
@@ -253,7 +252,7 @@ class _SeriesArrayReference:
         """Step of the first value: a reference must span ``SPAN`` steps."""
 
     def grow_to(self, num: int) -> None:
-        """Make room for this number of series."""
+        """Make room for this number of series, one per rank or layer that may change first."""
         more = num - self.num
         if more <= 0:
             return
@@ -281,7 +280,7 @@ class _SeriesArrayReference:
         return np.where(is_out & np.isfinite(sigmas), sigmas, 0.0), middle
 
     def add(self, values: Floats, step: int, *, is_quiet: bool) -> None:
-        """Add the values that were just checked; missing ones are NaN."""
+        """Add the step's values, just checked for a first change; missing ones are NaN."""
         there = np.flatnonzero(np.isfinite(values))
         if not len(there):
             return
@@ -306,11 +305,11 @@ class _SeriesArrayReference:
 
     @property
     def is_judged(self) -> bool:
-        """Whether any has a reference."""
+        """Return whether any series has a normal range, which a first change would leave."""
         return bool(np.isfinite(self._scale).any())
 
     def _refresh_scale(self) -> None:
-        """Compute scale and limit of each series again from its quiet values."""
+        """Compute the normal range of each series again from its quiet steps."""
         self._age = 0
         num = np.minimum(self._quiet, REFERENCE)
         away = self._away.astype(np.float64)
@@ -323,7 +322,7 @@ class _SeriesArrayReference:
 
 
 def _median(rows: Floats, num: npt.NDArray[np.int64]) -> Floats:
-    """Return each row's median over its first ``num`` values in order; NaN are sorted last."""
+    """Return the median of each series' first ``num`` values in order; NaN are sorted last."""
     ordered = np.sort(rows, axis=1)
     at = np.maximum(num - 1, 0)[:, None]
     low, high = (np.take_along_axis(ordered, index, 1)[:, 0] for index in (at // 2, (at + 1) // 2))
@@ -337,7 +336,7 @@ class _WriteRatioPeaks:
         self._now, self._before, self._num = np.empty(0), np.empty(0), 0
 
     def find_outliers(self, values: Floats) -> npt.NDArray[np.bool_]:
-        """Return the values that stand out: written, and by more than usual."""
+        """Return the series with a write outside the optimizer step, larger than usual."""
         more = len(values) - len(self._now)
         if more > 0:
             self._now, self._before = np.pad(self._now, (0, more)), np.pad(self._before, (0, more))
@@ -346,7 +345,7 @@ class _WriteRatioPeaks:
         return is_out
 
     def add(self, values: Floats) -> None:
-        """Add the values of a quiet step."""
+        """Add the write ratios of a quiet step, to which later ones are compared."""
         np.fmax(self._now, values, out=self._now)
         self._num += 1
         if self._num >= REFERENCE // 2:
@@ -373,7 +372,6 @@ _WRITES: tuple[tuple[str, float, Subject], ...] = (
     ("moment_written_ratio", 3, "optimizer"),
 )
 
-
 _Looked = tuple[_SeriesReference, float, bool] | tuple[_SeriesArrayReference, Floats, bool]
 """Checked series, its values, and whether it concerns speed; added at the end of the step."""
 
@@ -385,14 +383,14 @@ class _LayerColumns:
         self._rows = [layers.get(name, {}) for name in names]
 
     def column(self, name: str) -> Floats | None:
-        """Return a column, NaN where it is missing; None where no layer has it."""
+        """Return a column of the step's layers, NaN if missing in one; None if missing in all."""
         values = [row.get(name) for row in self._rows]
         if all(value is None for value in values):
             return None
         return np.array([math.nan if v is None else v for v in values], dtype=np.float64)
 
     def has(self, name: str) -> npt.NDArray[np.bool_]:
-        """Return which layers have the column."""
+        """Return which layers of the step have the column."""
         return np.array([name in row for row in self._rows], dtype=np.bool_)
 
 
@@ -406,11 +404,11 @@ class _OnsetEpisode:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether values enter the reference: no series is out, or one has been for too long."""
+        """Return whether values enter the reference: nothing has changed, or for too long."""
         return self.onset is None or self._long >= _LONGEST
 
     def advance(self, attempt: int, out: Sequence[_SeriesOutlier], *, is_old: bool) -> bool:
-        """Add a step; return whether the onset changed."""
+        """Add a step to the episode; return whether its first change is a different one."""
         self._long += 1
         if not out:
             self._quiet += 1
@@ -448,7 +446,7 @@ class _OnsetEpisode:
 def _build_onset(
     attempt: int, first: _SeriesOutlier, out: Sequence[_SeriesOutlier], now: int, *, is_old: bool
 ) -> Onset:
-    """Return the onset of an episode that starts with this series."""
+    """Return the first change of an episode that starts with this series."""
     return Onset(
         attempt=attempt,
         step=first.step,
@@ -465,11 +463,12 @@ def _build_onset(
 
 
 def _to_following_series(each: _SeriesOutlier) -> Next:
+    """Return a series that left its range after the first change."""
     return Next(each.step, each.subject, each.where, each.series)
 
 
 def _merge_following_series(onset: Onset, out: Sequence[_SeriesOutlier]) -> tuple[Next, ...]:
-    """Return the series that followed, each once, at its first step."""
+    """Return the series that followed the first change, each once, at its first step."""
     followed = {(each.subject, each.where, each.series): each for each in onset.next}
     onset_key = (onset.subject, onset.where, onset.series)
     for each in out:
@@ -515,56 +514,57 @@ class OnsetTracker:
         self._lost_since: int | None = None
         """First of the steps in a row whose loss was non-finite and whose update was skipped."""
         self._durations: deque[float] = deque(maxlen=LAG)
+        self._out: list[_SeriesOutlier] = []
+        """Series that are out in the current step, except those of speed."""
+        self._looked: list[_Looked] = []
 
     @property
     def is_judging(self) -> bool:
-        """Whether any series has a reference yet."""
+        """Return whether any series has a normal range yet, so that a first change is found."""
         return self._num_judged > 0
 
     @property
     def judged_from(self) -> tuple[int, int]:
-        """Attempt and step from which onsets are found; the maximum while this is impossible."""
+        """Return attempt and step from which first changes are found; the maximum before."""
         return self._judged_from
 
     @property
     def onsets(self) -> tuple[Onset, ...]:
-        """The latest onsets, in the order in which they were seen."""
+        """Return the first changes of the latest episodes, in the order of their detection."""
         return tuple(self._onsets.values())
 
     def update(self, merged: MergedStep) -> bool:
-        """Add one step; return whether an onset started, or was replaced by an earlier one."""
+        """Add one step; return whether a first change was found, or replaced by an earlier one."""
         before, self._key = self._key, (merged.attempt, merged.step)
         follows = (merged.attempt, merged.step - 1) == before
         if not follows and before[1] >= 0:  # a rollback or restart: no difference to the last step
             self._applied = None
-        out: list[_SeriesOutlier] = []
-        speed: list[_SeriesOutlier] = []
-        looked: list[_Looked] = []
-        out += self._find_setting_changes(merged)
-        lossy, zeds = self._judge_losses(merged, out, looked)
+        self._out, self._looked = [], []
+        out, looked = self._out, self._looked
+        self._find_setting_changes(merged)
+        lossy, zeds = self._judge_losses(merged)
         is_lost = any(each.series == "loss" and each.value is None for each in out)
         if not is_lost or not number(merged.run.get("skipped")):
             self._lost_since = None
         elif self._lost_since is None or not follows:
             self._lost_since = merged.step
-        self._judge_data_waits(merged, speed, looked)
+        speed = self._judge_data_waits(merged)
         if merged.layers:
-            self._judge_layer_rows(merged, out, looked, lossy=lossy, follows=follows)
+            self._judge_layer_rows(merged, lossy=lossy, follows=follows)
         elif not lossy and zeds > SIGMAS:
-            out.append(self._total_norm_outlier(merged, zeds))
-        rate = number(merged.run.get("learning_rate"))
-        self._applied = rate
+            total = number(merged.run.get("grad_norm"))
+            self._add_outlier(13.5, "gradients", "", "grad_norm", total, None, zeds)
+        self._applied = number(merged.run.get("learning_rate"))
         self._num_steps += 1
         if self._num_judged <= GUARD and any(course.is_judged for course, _, _ in looked):
             self._num_judged += 1
             if self._num_judged == GUARD + 1:
                 self._judged_from = self._key
-        is_old = self._num_judged <= GUARD and not any(each.sigmas is None for each in out)
+        is_guarded = self._num_judged <= GUARD
+        is_old = is_guarded and not any(each.sigmas is None for each in out)
         changed = self._update_episode(self._numbers, merged.attempt, out, is_old=is_old)
         self._attribute_loss_to_data(merged)
-        changed |= self._update_episode(
-            self._speed, merged.attempt, speed, is_old=self._num_judged <= GUARD
-        )
+        changed |= self._update_episode(self._speed, merged.attempt, speed, is_old=is_guarded)
         for course, values, is_of_speed in looked:
             is_quiet = (self._speed if is_of_speed else self._numbers).is_quiet
             if course is self._of_layers.get("grad_share"):
@@ -572,8 +572,24 @@ class OnsetTracker:
             course.add(values, merged.step, is_quiet=is_quiet)  # type: ignore[arg-type]
         return changed
 
+    def _add_outlier(
+        self,
+        order: float,
+        subject: Subject,
+        where: str,
+        series: str,
+        value: float | None = None,
+        usual: float | None = None,
+        sigmas: float | None = None,
+        *,
+        steps_back: int = 0,
+    ) -> None:
+        """Note a series that is out in the current step, or ``steps_back`` steps before it."""
+        step = self._key[1] - steps_back
+        self._out.append(_SeriesOutlier(step, order, subject, where, series, value, usual, sigmas))
+
     def _attribute_loss_to_data(self, merged: MergedStep) -> None:
-        """Name the data once a loss that was out is back from one step to the next.
+        """Name the data as the first change once a loss outlier is over within one step.
 
         Damaged weights and optimizer states do not heal in a step, so the batches were bad. Without
         this, only a measurement of the weights tells the two apart.
@@ -600,7 +616,7 @@ class OnsetTracker:
     def _update_episode(
         self, episode: _OnsetEpisode, attempt: int, out: Sequence[_SeriesOutlier], *, is_old: bool
     ) -> bool:
-        """Add a step to an episode and record its onset; return whether it is new."""
+        """Add a step to an episode and record its first change; return whether it is new."""
         was = episode.onset
         if not episode.advance(attempt, out, is_old=is_old) or episode.onset is None:
             return False
@@ -614,14 +630,9 @@ class OnsetTracker:
         return is_new
 
     def _sigmas_beyond_limit(
-        self,
-        name: str,
-        values: Floats,
-        looked: list[_Looked],
-        *,
-        of_layers: bool = False,
+        self, name: str, values: Floats, *, of_layers: bool = True
     ) -> tuple[Floats, Floats]:
-        """Return the sigmas of a column's series that are out, and its middles; added later."""
+        """Return by how many sigmas a column's series left their ranges, and their usual values."""
         courses = self._of_layers if of_layers else self._courses
         course = courses.get(name)
         if course is None:
@@ -629,37 +640,24 @@ class OnsetTracker:
         course.grow_to(len(values))
         if len(values) < course.num:
             values = np.pad(values, (0, course.num - len(values)), constant_values=np.nan)
-        looked.append((course, values, False))
+        self._looked.append((course, values, False))
         return course.sigmas_beyond_limit(values)
 
     # ------------------------------------------------------------------------------- settings
 
-    def _find_setting_changes(self, merged: MergedStep) -> list[_SeriesOutlier]:
-        """Return deliberate jumps of the learning rate and of other settings."""
-        out: list[_SeriesOutlier] = []
+    def _find_setting_changes(self, merged: MergedStep) -> None:
+        """Return deliberate jumps of the learning rate and other settings as first changes."""
         rate = number(merged.run.get("learning_rate"))
-        factor = number(merged.run.get("lr_factor")) or 1.0
-        requested_rate = None if rate is None else rate / factor
-        before, self._rate = (
-            self._rate,
-            requested_rate if requested_rate is not None else self._rate,
-        )
-        if requested_rate is not None:
-            peak = self._peak_rate
+        if rate is not None:
+            factor = number(merged.run.get("lr_factor")) or 1.0
+            before, requested_rate = self._rate, rate / factor
+            self._rate, peak = requested_rate, self._peak_rate
             # A schedule may return to an earlier rate, may fall in one step, and may be declared.
             is_declared = int(number(merged.run.get("verdict")) or 0) & RATE_DECLARED
-            is_jump = (
-                before is not None
-                and requested_rate > _SETTING * before
-                and requested_rate > 1.02 * peak
-            )
-            if (
-                is_jump
-                and not is_declared
-                and self._num_steps >= _WARM
-                and self._is_rare("learning_rate")
-            ):
-                out.append(_SeriesOutlier(merged.step, 0, "lr", "", "learning_rate", rate, before))
+            is_jump = before is not None and requested_rate > max(_SETTING * before, 1.02 * peak)
+            is_warm = self._num_steps >= _WARM
+            if is_jump and not is_declared and is_warm and self._is_rare("learning_rate"):
+                self._add_outlier(0, "lr", "", "learning_rate", rate, before)
             self._peak_rate = max(peak, requested_rate)
         for name in _SETTINGS:
             if name not in merged.run:
@@ -668,24 +666,17 @@ class OnsetTracker:
             is_known = name in self._settings
             before, self._settings[name] = self._settings.get(name), value
             if is_known and _is_deliberate_change(before, value) and self._is_rare(name):
-                out.append(_SeriesOutlier(merged.step, 0, "config", "", name, value, before))
-        return out
+                self._add_outlier(0, "config", "", name, value, before)
 
     def _is_rare(self, name: str) -> bool:
-        """Return whether a setting has not jumped in the reference; record the current jump."""
+        """Return whether a setting's jump is its first in the reference; record the jump."""
         last, self._changed_at[name] = self._changed_at.get(name), self._num_steps
         return last is None or self._num_steps - last > REFERENCE
 
     # ------------------------------------------------------------------------- losses and waits
 
-    def _judge_losses(
-        self,
-        merged: MergedStep,
-        out: list[_SeriesOutlier],
-        looked: list[_Looked],
-    ) -> tuple[bool, float]:
-        """Return whether losses moved, and the sigmas of the total gradient norm."""
-        step = merged.step
+    def _judge_losses(self, merged: MergedStep) -> tuple[bool, float]:
+        """Check the losses for a first change; return whether they moved, and the norm's sigmas."""
         finite_losses = [v for v in merged.ranks.get("rank_loss", ()) if v is not None]
         if not finite_losses and (loss := merged.run.get("loss")) is not None:
             finite_losses = [loss]
@@ -696,43 +687,39 @@ class OnsetTracker:
             bad = [rank for rank, value in enumerate(finite_losses) if number(value) is None]
             where = f"rank:{bad[0]}" if len(bad) == 1 < len(finite_losses) else ""
             # A non-finite output comes first; without activations its origin would be unknown.
-            subject: Subject = "loss" if "activation_rms" in self._of_layers else "losses"
-            out.append(_SeriesOutlier(step, 7, subject, where, "loss"))
+            has_activations = "activation_rms" in self._of_layers
+            self._add_outlier(7, "loss" if has_activations else "losses", where, "loss")
         elif losses:
-            lossy = self._judge_finite_losses(step, losses, out, looked)
-        self._judge_rank_norms(merged, out, looked, lossy=lossy)
-        total = _log(number(merged.run.get("grad_norm")))
-        sigmas, _ = self._check_series("total", total, looked)
+            lossy = self._judge_finite_losses(losses)
+        self._judge_rank_norms(merged, lossy=lossy)
+        sigmas, _ = self._check_series("total", _log(number(merged.run.get("grad_norm"))))
         return lossy, sigmas
 
-    def _judge_finite_losses(
-        self, step: int, losses: Sequence[float], out: list[_SeriesOutlier], looked: list[_Looked]
-    ) -> bool:
-        """Judge the ranks' finite losses; return whether a loss left its normal range."""
+    def _judge_finite_losses(self, losses: Sequence[float]) -> bool:
+        """Check the ranks' finite losses for a first change; return whether one left its range."""
         mean = math.fsum(losses) / len(losses)
-        sigmas, middle = self._check_series("loss", mean, looked)
+        sigmas, middle = self._check_series("loss", mean)
         self._loss_height = (mean - middle, sigmas > 0.0)
         if sigmas > SIGMAS:
             # Damaged weights raise every rank's loss, as bad data do.
             subject: Subject = "data" if "weight_written_ratio" in self._peaks else "losses"
-            out.append(_SeriesOutlier(step, 10, subject, "", "loss", mean, middle, sigmas))
+            self._add_outlier(10, subject, "", "loss", mean, middle, sigmas)
         lossy = sigmas > SIGMAS / 2
         if 1 < len(losses) <= MOST_RANKS:
             others = _medians_of_others(losses)
-            zeds = self._check_rank_series("rank_loss", losses, others, looked)
+            zeds = self._check_rank_series("rank_loss", losses, others)
             top = max(range(len(zeds)), key=zeds.__getitem__)
             second = max((z for rank, z in enumerate(zeds) if rank != top), default=0.0)
             # If the others' loss is out as well, the data of one rank are not the problem.
-            common, _ = self._check_series("others", others[top], looked)
+            common, _ = self._check_series("others", others[top])
             if zeds[top] > SIGMAS and second < zeds[top] / 2 and common <= SIGMAS / 2:
                 numbers = (losses[top], others[top], zeds[top])
-                out.append(_SeriesOutlier(step, 9, "data", f"rank:{top}", "rank_loss", *numbers))
+                self._add_outlier(9, "data", f"rank:{top}", "rank_loss", *numbers)
             lossy |= zeds[top] > SIGMAS / 2
         return lossy
 
-    def _judge_rank_norms(
-        self, merged: MergedStep, out: list[_SeriesOutlier], looked: list[_Looked], *, lossy: bool
-    ) -> None:
+    def _judge_rank_norms(self, merged: MergedStep, *, lossy: bool) -> None:
+        """Check whether one rank's gradient norm is the first change."""
         norms, ranks = finite(merged.ranks.get("rank_grad_norm"))
         if not 1 < len(norms) <= MOST_RANKS or len(norms) < len(merged.ranks["rank_grad_norm"]):
             return
@@ -740,53 +727,38 @@ class OnsetTracker:
             return
         logs = [math.log(norm) for norm in norms]
         others = _medians_of_others(logs)
-        zeds = self._check_rank_series("rank_grad_norm", logs, others, looked)
+        zeds = self._check_rank_series("rank_grad_norm", logs, others)
         top = max(range(len(zeds)), key=zeds.__getitem__)
         if zeds[top] > SIGMAS and not lossy:
             numbers = (norms[top], math.exp(others[top]), zeds[top])
-            where = f"rank:{ranks[top]}"
-            out.append(_SeriesOutlier(merged.step, 12.5, "rank", where, "rank_grad_norm", *numbers))
+            self._add_outlier(12.5, "rank", f"rank:{ranks[top]}", "rank_grad_norm", *numbers)
 
-    def _check_series(self, name: str, value: float, looked: list[_Looked]) -> tuple[float, float]:
-        """Return a series' sigmas if it is out, otherwise 0, and its middle; added later."""
+    def _check_series(self, name: str, value: float) -> tuple[float, float]:
+        """Return by how many sigmas a series left its range, to find the first change, or 0."""
         course = self._series.get(name)
         if course is None:
             course = self._series[name] = _SeriesReference(_FLOORS[name.partition("/")[0]])
         sigmas = course.sigmas_beyond_limit(value)
-        looked.append((course, value, name == "data_wait_seconds"))
+        self._looked.append((course, value, name == "data_wait_seconds"))
         return sigmas, course.middle
 
     def _check_rank_series(
-        self,
-        name: str,
-        values: Sequence[float],
-        others: Sequence[float],
-        looked: list[_Looked],
+        self, name: str, values: Sequence[float], others: Sequence[float]
     ) -> Sequence[float]:
-        """Return the sigmas of each rank's distance from the others, 0 if it is not out."""
+        """Return by how many sigmas each rank left its distance from the others, or 0."""
         relative = [value - other for value, other in zip(values, others, strict=True)]
         if len(values) > _FEW_RANKS:
-            zeds, _ = self._sigmas_beyond_limit(name, np.array(relative), looked)
+            zeds, _ = self._sigmas_beyond_limit(name, np.array(relative), of_layers=False)
             return [float(z) for z in zeds[: len(values)]]
-        return [
-            self._check_series(f"{name}/{rank}", value, looked)[0]
-            for rank, value in enumerate(relative)
-        ]
+        return [self._check_series(f"{name}/{i}", value)[0] for i, value in enumerate(relative)]
 
-    def _total_norm_outlier(self, merged: MergedStep, sigmas: float) -> _SeriesOutlier:
-        """Return the total gradient norm of a step as an outlier."""
-        value = number(merged.run.get("grad_norm"))
-        return _SeriesOutlier(merged.step, 13.5, "gradients", "", "grad_norm", value, None, sigmas)
-
-    def _judge_data_waits(
-        self, merged: MergedStep, out: list[_SeriesOutlier], looked: list[_Looked]
-    ) -> None:
-        """Judge the longest wait of a rank for the data loader."""
+    def _judge_data_waits(self, merged: MergedStep) -> list[_SeriesOutlier]:
+        """Check whether the longest wait of a rank for the data loader is the first change."""
         waits, ranks = finite(merged.ranks.get("data_wait_seconds"))
         if not waits:
-            return
+            return []
         wait = max(waits)
-        sigmas, middle = self._check_series("data_wait_seconds", _log(wait), looked)
+        sigmas, middle = self._check_series("data_wait_seconds", _log(wait))
         longest = step_seconds(merged)
         # A wait shorter than a step delays no rank.
         if sigmas > SIGMAS and self._durations and wait > _sorted_median(sorted(self._durations)):
@@ -794,23 +766,15 @@ class OnsetTracker:
             num = len(merged.ranks["data_wait_seconds"])
             where = f"rank:{late[0]}" if len(late) == 1 < num else ""
             numbers = (wait, math.exp(middle), sigmas)
-            out.append(
-                _SeriesOutlier(merged.step, 1, "loader", where, "data_wait_seconds", *numbers)
-            )
-        elif longest:
+            return [_SeriesOutlier(merged.step, 1, "loader", where, "data_wait_seconds", *numbers)]
+        if longest:
             self._durations.append(longest)
+        return []
 
     # ------------------------------------------------------------------------------- layers
 
-    def _judge_layer_rows(
-        self,
-        merged: MergedStep,
-        out: list[_SeriesOutlier],
-        looked: list[_Looked],
-        *,
-        lossy: bool,
-        follows: bool,
-    ) -> None:
+    def _judge_layer_rows(self, merged: MergedStep, *, lossy: bool, follows: bool) -> None:
+        """Check the numbers of the step's layers for a first change, in causal order."""
         for name in merged.layers:
             if name not in self._known and len(self._names) < MOST_LAYERS:
                 self._known.add(name)
@@ -818,31 +782,20 @@ class OnsetTracker:
         rows, step = _LayerColumns(self._names, merged.layers), merged.step
         is_next = self._layers_at == (merged.attempt, step - 1) and follows
         self._layers_at = (merged.attempt, step)
-        self._judge_tensor_writes(rows, step, out, looked)
-        self._find_nonfinite_weights(rows, merged, out)
-        self._judge_weight_norms(rows, step, out, looked, is_next=is_next)
-        self._judge_activations(rows, step, out, looked)
-        norms = rows.column("grad_norm")
+        self._judge_tensor_writes(rows)
+        self._find_nonfinite_weights(rows, merged)
+        self._judge_weight_norms(rows, is_next=is_next)
+        self._judge_activations(rows)
         was_calm = is_next and not self._gradients_moved
-        self._gradients_moved = self._judge_layer_gradients(
-            rows, norms, step, out, looked, lossy=lossy
-        )
-        self._judge_update_norms(rows, step, out, looked, calm=was_calm)
+        self._gradients_moved = self._judge_layer_gradients(rows, lossy=lossy)
+        self._judge_update_norms(rows, calm=was_calm)
 
-    def _layer_outlier(
-        self, step: int, order: float, at: int, series: str, **numbers: float | None
-    ) -> _SeriesOutlier:
-        """Return a layer's series that is out in a step."""
-        return _SeriesOutlier(step, order, "layer", self._names[at], series, **numbers)
+    def _add_layer(self, order: float, at: int, series: str, *numbers: float | None) -> None:
+        """Note a layer's series that is out in this step."""
+        self._add_outlier(order, "layer", self._names[at], series, *numbers)
 
-    def _judge_tensor_writes(
-        self,
-        rows: _LayerColumns,
-        step: int,
-        out: list[_SeriesOutlier],
-        looked: list[_Looked],
-    ) -> None:
-        """Judge writes to weights and optimizer states outside the optimizer step."""
+    def _judge_tensor_writes(self, rows: _LayerColumns) -> None:
+        """Check weights and optimizer states for writes outside the step, as first changes."""
         for name, order, subject in _WRITES:
             written = rows.column(name)
             if written is None:
@@ -856,14 +809,12 @@ class OnsetTracker:
                 is_of_all = order == 3 and int(is_out.sum()) > max(1, len(written) // 2)
                 value = float(written[at]) if np.isfinite(written[at]) else None
                 where = "" if is_of_all else self._names[at]
-                out.append(_SeriesOutlier(step, order, subject, where, name, value, 0.0))
+                self._add_outlier(order, subject, where, name, value, 0.0)
             elif self._numbers.is_quiet:
                 peaks.add(written)
 
-    def _find_nonfinite_weights(
-        self, rows: _LayerColumns, merged: MergedStep, out: list[_SeriesOutlier]
-    ) -> None:
-        """Name the layer whose weights the check after a bad step found to be non-finite.
+    def _find_nonfinite_weights(self, rows: _LayerColumns, merged: MergedStep) -> None:
+        """Name the layer whose non-finite weights, found after a bad step, came first.
 
         A skipped update changes nothing: the weights were so before the first bad loss of the row.
         """
@@ -872,19 +823,12 @@ class OnsetTracker:
             return
         bad = np.flatnonzero(~np.isfinite(weights) & rows.has("weight_norm"))
         if len(bad):
-            step = merged.step if self._lost_since is None else self._lost_since
+            back = 0 if self._lost_since is None else merged.step - self._lost_since
             where = self._names[int(bad[0])] if len(bad) == 1 else ""
-            out.append(_SeriesOutlier(step, 4.4, "layer", where, "weight_norm"))
+            self._add_outlier(4.4, "layer", where, "weight_norm", steps_back=back)
 
-    def _judge_weight_norms(
-        self,
-        rows: _LayerColumns,
-        step: int,
-        out: list[_SeriesOutlier],
-        looked: list[_Looked],
-        *,
-        is_next: bool,
-    ) -> None:
+    def _judge_weight_norms(self, rows: _LayerColumns, *, is_next: bool) -> None:
+        """Check whether the norm of a layer's weights is the first change."""
         weights = rows.column("weight_norm")
         if weights is None:
             return
@@ -893,37 +837,26 @@ class OnsetTracker:
         turned = ~np.isfinite(weights[:num_both]) & np.isfinite(before[:num_both])
         turned &= rows.has("weight_norm")[:num_both]
         if turned.any():
-            out.append(self._layer_outlier(step, 5, int(np.argmax(turned)), "weight_norm"))
+            self._add_layer(5, int(np.argmax(turned)), "weight_norm")
         if not is_next:
             return
         moved = np.full(len(weights), np.nan)
         moved[:num_both] = _logarithm(weights[:num_both]) - _logarithm(before[:num_both])
-        z, _ = self._sigmas_beyond_limit("weight_norm", moved, looked, of_layers=True)
+        z, _ = self._sigmas_beyond_limit("weight_norm", moved)
         at = int(np.argmax(np.abs(z)))
         if abs(z[at]) > SIGMAS:
-            out.append(
-                self._layer_outlier(
-                    step, 4, at, "weight_norm", value=float(weights[at]), usual=float(before[at]),
-                    sigmas=float(abs(z[at])),
-                )
-            )  # fmt: skip
+            numbers = (float(weights[at]), float(before[at]), float(abs(z[at])))
+            self._add_layer(4, at, "weight_norm", *numbers)
 
-    def _judge_activations(
-        self,
-        rows: _LayerColumns,
-        step: int,
-        out: list[_SeriesOutlier],
-        looked: list[_Looked],
-    ) -> None:
+    def _judge_activations(self, rows: _LayerColumns) -> None:
+        """Check whether a layer's activations are the first change."""
         rms = rows.column("activation_rms")
         if rms is None:
             return
         bad = ~np.isfinite(rms) & rows.has("activation_rms")
         if bad.any():
-            out.append(self._layer_outlier(step, 6, int(np.argmax(bad)), "activation_rms"))
-        z, middle = self._sigmas_beyond_limit(
-            "activation_rms", _logarithm(rms), looked, of_layers=True
-        )
+            self._add_layer(6, int(np.argmax(bad)), "activation_rms")
+        z, middle = self._sigmas_beyond_limit("activation_rms", _logarithm(rms))
         far = np.abs(z)
         if far.max() <= SIGMAS:
             return
@@ -933,19 +866,11 @@ class OnsetTracker:
         subject: Subject = "data" if at == first else "layer"
         where = "" if at == first else self._names[at]
         numbers = (float(rms[at]), float(math.exp(middle[at])), float(far[at]))
-        out.append(_SeriesOutlier(step, 11, subject, where, "activation_rms", *numbers))
+        self._add_outlier(11, subject, where, "activation_rms", *numbers)
 
-    def _judge_layer_gradients(
-        self,
-        rows: _LayerColumns,
-        norms: Floats | None,
-        step: int,
-        out: list[_SeriesOutlier],
-        looked: list[_Looked],
-        *,
-        lossy: bool,
-    ) -> bool:
-        """Return whether any layer's gradient norm left its normal range."""
+    def _judge_layer_gradients(self, rows: _LayerColumns, *, lossy: bool) -> bool:
+        """Check the layers' gradient norms for a first change; return whether any moved."""
+        norms = rows.column("grad_norm")
         if norms is None:
             return False
         has_row = rows.has("grad_norm")
@@ -956,53 +881,32 @@ class OnsetTracker:
             finite_at = np.flatnonzero(has_row & ~bad)
             is_between = len(finite_at) == 1 and bad[finite_at[0] + 1 :].any()
             if is_between and bad.sum() >= LEAST_LAYERS - 1:
-                out.append(self._layer_outlier(step, 4.5, int(finite_at[0]), INFERRED_WEIGHTS))
+                self._add_layer(4.5, int(finite_at[0]), INFERRED_WEIGHTS)
             else:
-                out.append(self._layer_outlier(step, 8, int(np.flatnonzero(bad)[-1]), "grad_norm"))
+                self._add_layer(8, int(np.flatnonzero(bad)[-1]), "grad_norm")
         before = np.zeros(len(norms), dtype=np.bool_)
         before[: len(self._had_gradient)] = self._had_gradient
         is_zero = (norms == 0.0) & before
         if is_zero.any() and not (norms[np.isfinite(norms)] == 0.0).all():
-            out.append(
-                self._layer_outlier(
-                    step, 12, int(np.argmax(is_zero)), "grad_norm", value=0.0, usual=None
-                )
-            )
+            self._add_layer(12, int(np.argmax(is_zero)), "grad_norm", 0.0)
         self._had_gradient = norms > 0.0
-        z, middle = self._sigmas_beyond_limit(
-            "grad_norm", _logarithm(norms), looked, of_layers=True
-        )
+        z, middle = self._sigmas_beyond_limit("grad_norm", _logarithm(norms))
         at = int(np.argmax(z))
-        self._judge_gradient_shares(
-            norms, _logarithm(norms) - middle[: len(norms)], step, out, looked, lossy
-        )
+        self._judge_gradient_shares(norms, _logarithm(norms) - middle[: len(norms)], lossy)
         if z[at] > SIGMAS and not lossy:
             numbers = (float(norms[at]), float(math.exp(middle[at])), float(z[at]))
             if int((z > SIGMAS / 2).sum()) <= max(1, len(norms) // 3):
-                out.append(
-                    _SeriesOutlier(step, 13, "layer", self._names[at], "grad_norm", *numbers)
-                )
+                self._add_layer(13, at, "grad_norm", *numbers)
             else:
-                out.append(_SeriesOutlier(step, 13, "gradients", "", "grad_norm", *numbers))
+                self._add_outlier(13, "gradients", "", "grad_norm", *numbers)
         return bool(z.max() >= SIGMAS / 2)
 
-    def _judge_gradient_shares(
-        self,
-        norms: Floats,
-        away: Floats,
-        step: int,
-        out: list[_SeriesOutlier],
-        looked: list[_Looked],
-        lossy: bool,
-    ) -> None:
-        """Judge each layer's gradient norm relative to the other layers: what all share cancels.
+    def _judge_gradient_shares(self, norms: Floats, away: Floats, lossy: bool) -> None:
+        """Check whether a layer's gradient norm, relative to the others', changed first.
 
         Args:
             norms: gradient norm of each layer.
             away: logarithm of each norm, less its usual value.
-            step: the step.
-            out: gets the series that are out.
-            looked: gets the judged series.
             lossy: whether the loss is out, so that a larger gradient is an effect.
         """
         at = np.flatnonzero(np.isfinite(norms) & (norms > 0.0))
@@ -1011,7 +915,7 @@ class OnsetTracker:
         logs = np.log(norms[at])
         shares = np.full(len(norms), np.nan)
         shares[at] = logs - np.array(_medians_of_others(logs.tolist()))
-        z, middle = self._sigmas_beyond_limit("grad_share", shares, looked, of_layers=True)
+        z, middle = self._sigmas_beyond_limit("grad_share", shares)
         moved = (z[: len(norms)] != 0.0) & (np.abs(shares - middle[: len(norms)]) > _SHIFT)
         self._has_share_moved = bool(moved.any())
         if not moved.any():
@@ -1022,24 +926,13 @@ class OnsetTracker:
         common = float(np.median(rest)) if len(rest) else 0.0
         if moved[low] and common > _SHIFT and rest.min() > common / 2 > abs(away[low]):
             numbers = (math.exp(common), 1.0, float(abs(z[low])))
-            out.append(
-                _SeriesOutlier(step, 4.5, "layer", self._names[low], INFERRED_WEIGHTS, *numbers)
-            )
+            self._add_layer(4.5, low, INFERRED_WEIGHTS, *numbers)
         elif moved.sum() == 1 and z[high] > SIGMAS and not lossy and away[high] > _SHIFT:
             usual = float(math.exp(math.log(norms[high]) - away[high]))
-            numbers = (float(norms[high]), usual, float(z[high]))
-            out.append(_SeriesOutlier(step, 13, "layer", self._names[high], "grad_norm", *numbers))
+            self._add_layer(13, high, "grad_norm", float(norms[high]), usual, float(z[high]))
 
-    def _judge_update_norms(
-        self,
-        rows: _LayerColumns,
-        step: int,
-        out: list[_SeriesOutlier],
-        looked: list[_Looked],
-        *,
-        calm: bool,
-    ) -> None:
-        """Judge the update that led to this step: it belongs to the previous step.
+    def _judge_update_norms(self, rows: _LayerColumns, *, calm: bool) -> None:
+        """Check whether the update that led to this step was the first change.
 
         ``calm``: the gradients of that step were normal, so they did not cause it.
         """
@@ -1047,33 +940,31 @@ class OnsetTracker:
         if updates is None or not self._applied:
             return
         logs = _logarithm(updates) - math.log(abs(self._applied))
-        z, middle = self._sigmas_beyond_limit("update_norm", logs, looked, of_layers=True)
+        z, middle = self._sigmas_beyond_limit("update_norm", logs)
         at = int(np.argmax(z))
         if z[at] <= SIGMAS or not calm:
             return
         usual = float(math.exp(middle[at]) * abs(self._applied))
         numbers = (float(updates[at]), usual, float(z[at]))
-        if int((z > SIGMAS / 2).sum()) <= max(1, int(np.isfinite(logs).sum()) // 3):
-            out.append(
-                _SeriesOutlier(step - 1, 14, "optimizer", self._names[at], "update_norm", *numbers)
-            )
-        else:
-            out.append(_SeriesOutlier(step - 1, 14, "lr", "", "update_norm", *numbers))
+        is_of_few = int((z > SIGMAS / 2).sum()) <= max(1, int(np.isfinite(logs).sum()) // 3)
+        subject: Subject = "optimizer" if is_of_few else "lr"
+        where = self._names[at] if is_of_few else ""
+        self._add_outlier(14, subject, where, "update_norm", *numbers, steps_back=1)
 
 
 def _logarithm(values: Floats) -> Floats:
-    """Return logarithms; NaN for values without one."""
+    """Return the logarithms that the detector judges of a step's series; NaN without one."""
     is_positive = values > 0.0
     return np.log(np.where(is_positive, values, np.nan))
 
 
 def _log(value: float | None) -> float:
-    """Return a logarithm; NaN for a value without one."""
+    """Return the logarithm that the detector judges of a step's number; NaN without one."""
     return math.log(value) if value is not None and value > 0.0 else math.nan
 
 
 def _medians_of_others(values: Sequence[float]) -> list[float]:
-    """Return for each value the median of the others; with many values, the median of all."""
+    """Return for each series the median of the others: a change that all share came not first."""
     num = len(values)
     if num > _FEW_RANKS:
         return [_sorted_median(sorted(values))] * num
@@ -1087,7 +978,7 @@ def _medians_of_others(values: Sequence[float]) -> list[float]:
 
 
 def _is_deliberate_change(before: float | None, value: float | None) -> bool:
-    """Return whether a setting was changed deliberately, not by a schedule."""
+    """Return whether a setting was changed deliberately, which counts as a first change."""
     if before is None or value is None:
         return before is not value
     low, high = sorted((abs(before), abs(value)))
@@ -1130,16 +1021,3 @@ def find_origin_onset(
     lasting = [onset for onset in near if onset.is_lasting]
     first = min(turned + lasting if turned else near, key=lambda onset: onset.step, default=None)
     return None if first is None or first.is_old else first
-
-
-__all__ = [
-    "GUARD",
-    "INFERRED_WEIGHTS",
-    "LAG",
-    "REFERENCE",
-    "WINDOW",
-    "Next",
-    "Onset",
-    "OnsetTracker",
-    "find_origin_onset",
-]

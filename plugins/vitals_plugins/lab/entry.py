@@ -27,7 +27,7 @@ class EntryResult(NamedTuple):
 
 
 def run_entry_function(entry: str) -> EntryResult:
-    """Return the result of the user's function.
+    """Return the model, loss and loader for a replay or a landscape, from the user's function.
 
     Raises:
         UsageError: it cannot be imported, raises, or returns something else.
@@ -60,6 +60,7 @@ def run_entry_function(entry: str) -> EntryResult:
 
 
 def _load_function(entry: str) -> Callable[[], Any]:
+    """Import the user's function that builds the model and loss for a replay or a landscape."""
     where, _, name = entry.rpartition(":")
     if not where or not name.isidentifier():
         raise UsageError(
@@ -73,8 +74,7 @@ def _load_function(entry: str) -> Callable[[], Any]:
     except (Exception, SystemExit) as error:
         text = f"{where} cannot be imported: {type(error).__name__}: {error}"
         raise UsageError(
-            text[:500],
-            hint="what trains on import belongs under `if __name__ == '__main__':`",
+            text[:500], hint="what trains on import belongs under `if __name__ == '__main__':`"
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -83,13 +83,13 @@ def _load_function(entry: str) -> Callable[[], Any]:
 
 
 def _import_module(name: str) -> Any:
+    """Import the user's module from the working directory or the path, for a replay."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     return importlib.import_module(name)
 
 
 def _import_file(path: Path) -> Any:
-    """Import the user's file as a module, for a replay or a loss landscape."""
     if not path.is_file():
         raise UsageError(f"{path} is not a file", hint="--entry train.py:build, from where it is")
     sys.path.insert(0, str(path.absolute().parent))  # for imports from its own directory
@@ -100,6 +100,3 @@ def _import_file(path: Path) -> Any:
     sys.modules[path.stem] = module  # as an import does: dataclasses look themselves up there
     spec.loader.exec_module(module)
     return module
-
-
-__all__ = ["CONTRACT", "EntryResult", "run_entry_function"]

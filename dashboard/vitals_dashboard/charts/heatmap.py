@@ -40,13 +40,13 @@ LABEL_PIXELS = 230
 
 
 def natural_sort_key(name: str) -> list[tuple[int, int, str]]:
-    """Return a key that sorts ``layers.2`` before ``layers.10``."""
+    """Return the sort key of the rows of a heat map: ``layers.2`` before ``layers.10``."""
     parts = re.split(r"(\d{1,18})", name)
     return [(0, int(p), "") if p.isdigit() and p.isascii() else (1, 0, p) for p in parts]
 
 
 def cells_of(reply: CellsReply) -> Floats:
-    """Return the cells as numbers in the displayed unit; NaN for an empty one."""
+    """Return a heat map's cells in the unit that the dashboard shows; NaN for an empty one."""
     factor = UNITS.get(reply.unit, ("", 1.0))[1]
     shape = (len(reply.rows), len(reply.step))
     cells = np.array(
@@ -56,7 +56,7 @@ def cells_of(reply: CellsReply) -> Floats:
 
 
 def median_along_axis(cells: Floats, axis: int) -> Floats:
-    """Return the median along an axis; NaN if nothing was measured."""
+    """Return the median of heat map cells along an axis; NaN if nothing was measured."""
     none = np.isnan(cells).all(axis=axis, keepdims=True)
     medians = np.nanmedian(np.where(none, 0.0, cells), axis=axis, keepdims=True)
     result: Floats = np.where(none, np.nan, medians)
@@ -64,7 +64,7 @@ def median_along_axis(cells: Floats, axis: int) -> Floats:
 
 
 def color_values(cells: Floats, shade: Shade) -> Floats:
-    """Return the values of the colors: values, or the log2 of the ratio to the median.
+    """Return the values that a heat map's colors show: as measured, or ratios to the median.
 
     If values may be zero or negative, it is the difference to the median instead.
     """
@@ -77,19 +77,19 @@ def color_values(cells: Floats, shade: Shade) -> Floats:
 
 
 def _all_positive(cells: Floats) -> bool:
-    """Return whether a heat map has finite values and all are positive."""
+    """Return whether the dashboard's heat map can use logarithms: all values are positive."""
     finite = cells[np.isfinite(cells)]
     return bool(finite.size) and bool((finite > TINY).all())
 
 
 def _is_wide(cells: Floats) -> bool:
-    """Return whether a heat map's values are positive and span orders of magnitude."""
+    """Return whether the dashboard's heat map needs a log scale: positive values of wide range."""
     finite = cells[np.isfinite(cells)]
     return _all_positive(cells) and bool(np.log10(finite.max()) - np.log10(finite.min()) > WIDE)
 
 
 def color_scale(cells: Floats, shade: Shade, unit: str, look: Palette) -> Spec:
-    """Return the color scale with labels at its ends; outliers do not compress the rest."""
+    """Return the heat map's color scale with labels; outliers do not compress the rest."""
     shaded = color_values(cells, shade)
     finite = shaded[np.isfinite(shaded)]
     low, high = (0.0, 1.0) if not finite.size else np.percentile(finite, (0.5, 99.5)).tolist()
@@ -129,11 +129,6 @@ def color_scale(cells: Floats, shade: Shade, unit: str, look: Palette) -> Spec:
     }
 
 
-def heat_map_height(reply: CellsReply) -> int:
-    """Return how many pixels the rows need."""
-    return max(MIN_HEIGHT, min(MAX_HEIGHT, AROUND + ROW_PIXELS * len(reply.rows)))
-
-
 def heat_map(
     title: str,
     reply: CellsReply,
@@ -143,7 +138,7 @@ def heat_map(
     decisions: Iterable[DecisionView] = (),
     names: Sequence[str] = (),
 ) -> Spec:
-    """Return the heat map.
+    """Return a heat map for a dashboard page as ECharts options.
 
     Args:
         title: one of our own texts.
@@ -176,7 +171,17 @@ def heat_map(
         "visualMap": scale,
         "tooltip": {"trigger": "item", "confine": True},
         "series": [
-            _cells_series(steps, unit, look, decisions, reply),
+            {
+                "type": "heatmap",
+                "datasetIndex": 0,
+                "encode": {"x": "step", "y": "row", "value": "shade"},
+                "progressive": 0,
+                "tooltip": {
+                    "formatter": f"{{@row}}<br>from step {{@step}}: <b>{{@value}}</b> {unit}"
+                },
+                "emphasis": {"itemStyle": {"borderColor": look.over, "borderWidth": 1}},
+                "markLine": _decision_lines(decisions, reply.step, look),
+            },
             *_crosses(reply, order),
         ],
     }
@@ -193,7 +198,6 @@ def _distinct(names: Sequence[str]) -> list[str]:
 
 
 def _category_axis(names: Sequence[str], label: Spec) -> Spec:
-    """Return the chart options of a heat map's axis, with a category per name."""
     return {
         "type": "category",
         "data": list(names),
@@ -208,7 +212,6 @@ def _category_axis(names: Sequence[str], label: Spec) -> Spec:
 def _build_cell_frame(
     cells: Floats, shade: Shade, scale: Spec, called: Sequence[str], steps: Sequence[str]
 ) -> pd.DataFrame:
-    """Return a data frame with a row for each measured cell of a heat map."""
     rows, columns = np.nonzero(np.isfinite(cells))
     shaded = np.clip(color_values(cells, shade), scale["min"], scale["max"])[rows, columns]
     values = cells[rows, columns]
@@ -222,26 +225,8 @@ def _build_cell_frame(
     )
 
 
-def _cells_series(
-    steps: Sequence[str],
-    unit: str,
-    look: Palette,
-    decisions: Iterable[DecisionView],
-    reply: CellsReply,
-) -> Spec:
-    return {
-        "type": "heatmap",
-        "datasetIndex": 0,
-        "encode": {"x": "step", "y": "row", "value": "shade"},
-        "progressive": 0,
-        "tooltip": {"formatter": f"{{@row}}<br>from step {{@step}}: <b>{{@value}}</b> {unit}"},
-        "emphasis": {"itemStyle": {"borderColor": look.over, "borderWidth": 1}},
-        "markLine": _decision_lines(decisions, reply.step, look),
-    }
-
-
 def _crosses(reply: CellsReply, order: Sequence[int]) -> list[Spec]:
-    """Return marks for non-finite cells: a shape, because color alone is not accessible.
+    """Return the crosses at a heat map's non-finite cells, because color is not accessible.
 
     It is small if all such values were rolled back.
     """
@@ -259,7 +244,6 @@ def _crosses(reply: CellsReply, order: Sequence[int]) -> list[Spec]:
 def _cross_series(
     name: str, size: int, tooltip: str, cells: Iterable[tuple[int, int]], order: Sequence[int]
 ) -> Spec:
-    """Return the chart series of crosses at a heat map's non-finite cells."""
     row_index = {row: at for at, row in enumerate(order)}
     seen = [[column, row_index[row]] for row, column in cells if row in row_index]
     return {
@@ -275,7 +259,7 @@ def _cross_series(
 
 
 def _decision_lines(decisions: Iterable[DecisionView], steps: Sequence[int], look: Palette) -> Spec:
-    """Return a line at the column of each decision, headed by the sign of its action."""
+    """Return the heat map's lines at the columns of decisions, with the sign of each action."""
     marks: dict[tuple[int, str], Spec] = {}
     for view in decisions:
         action = ACTIONS.get(view.decision.action)
@@ -301,7 +285,7 @@ def _decision_lines(decisions: Iterable[DecisionView], steps: Sequence[int], loo
 
 
 def step_column(step: int, steps: Sequence[int]) -> int | None:
-    """Return the column of a step; None if the step is outside the chart."""
+    """Return the column of a step in the dashboard's heat map; None if it is outside."""
     if not steps or step < steps[0]:
         return None
     column = int(np.searchsorted(np.asarray(steps), step, side="right")) - 1

@@ -19,11 +19,13 @@ class RankAgreement:
     ranks: Ranks
 
     def on_root(self, call: Callable[[], object]) -> None:
-        """Run on rank 0; an error there is raised on all ranks."""
-        _raise_if_error(self._meet(call if self.ranks.rank == 0 else lambda: None)[0])
+        """Run a checkpoint's call on rank 0; an error there is raised on all ranks."""
+        error = self._meet(call if self.ranks.rank == 0 else lambda: None)[0]
+        if error is not None:
+            raise error
 
     def on_all(self, call: Callable[[], object]) -> None:
-        """Run on every rank; the first rank's error is raised on all, damage before others."""
+        """Run a checkpoint's call on all ranks; all raise the first rank's error, damage first."""
         errors = self._meet(call)
         failed = [rank for rank, error in enumerate(errors) if error is not None]
         damage = [e for e in errors if isinstance(e, CheckpointCorruptError)]
@@ -32,7 +34,7 @@ class RankAgreement:
                 raise name_failed_ranks(error, failed, self.ranks.world_size)
 
     def _meet(self, call: Callable[[], object]) -> list[VitalsError | None]:
-        """Run the call and return each rank's error, in rank order.
+        """Run the call for a checkpoint and return each rank's error, in rank order.
 
         A slow rank is allowed: a separate thread synchronizes with the others every MEET_SECONDS
         until all are done, so that no rank waits in a collective for as long as gloo's timeout. The
@@ -59,7 +61,7 @@ class RankAgreement:
         return outcomes.result()
 
     def _until_all_ended(self, ended: Future[VitalsError | None]) -> list[VitalsError | None]:
-        """Exchange the errors of all ranks once every rank's call has ended."""
+        """Exchange all ranks' errors once every rank's call for a checkpoint has ended."""
         while True:
             wait([ended], timeout=MEET_SECONDS)
             rank_result = (True, ended.result()) if ended.done() else (False, None)
@@ -69,7 +71,7 @@ class RankAgreement:
 
 
 def catch_error(call: Callable[[], object]) -> VitalsError | None:
-    """Run the call and return its error in a form that can be sent; None without an error."""
+    """Run a checkpoint's call; return its error in a form that can be sent; None without one."""
     try:
         call()
     except VitalsError as error:
@@ -77,8 +79,3 @@ def catch_error(call: Callable[[], object]) -> VitalsError | None:
     except BaseException as error:  # noqa: BLE001 - CheckpointException is not an Exception
         return CheckpointError(f"{type(error).__name__}: {error}")
     return None
-
-
-def _raise_if_error(error: VitalsError | None) -> None:
-    if error is not None:
-        raise error
