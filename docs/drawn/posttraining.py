@@ -61,7 +61,7 @@ def dead_reward() -> list[Panel]:
     return [
         logged("the reward is 0 for all from step 70 on", broken, "dead_reward", lines=lines,
                y_label="share, reward"),
-        logged("silent: groups have equal rewards, as the task is solved", solved, lines=lines,
+        logged("silent: equal rewards, as the task is solved", solved, lines=lines,
                y_label="share, reward"),
     ]  # fmt: skip
 
