@@ -506,7 +506,7 @@ class CommandArgument(NamedTuple):
             return
         if argument is None:
             raise UsageError(f"{action} needs a {self.name}", hint=self.hint)
-        if self.is_whole and not (argument >= 0 and argument == math.floor(argument)):
+        if self.is_whole and not (argument >= 0 and argument % 1 == 0):
             text = f"{action} is given {self.name} {argument:g}; it must be a whole number"
             raise UsageError(text, hint=self.hint)
         if not self.least <= argument <= self.most:

@@ -58,6 +58,7 @@ WORDS = {
     "token": ["list", "--data", "data"],
     "mirror": ["absent", "--to", "nowhere"],  # with a tracker it waits for the run
     "mcp": ["runs"],  # stdin is empty
+    "confirm": ["3f2a9c0d11e4"],  # stdin is no terminal
     "skill": ["install"],
     "audit": ["log.csv"],
     "dashboard": ["absent"],

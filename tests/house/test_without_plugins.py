@@ -98,6 +98,7 @@ def test_a_command_of_a_plugin_reports_that_it_is_not_installed(copy, tmp_path):
         ["landscape", "runs", "--entry", "train.py:build"],
         ["mirror", "run", "--to", "trackio"],
         ["mcp", "runs"],
+        ["confirm", "3f2a9c0d11e4"],
         ["skill", "install"],
         ["audit", str(log)],
         ["replay", str(log)],

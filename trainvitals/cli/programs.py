@@ -23,6 +23,7 @@ ORDER = (
     *("repro", "landscape"),
     *("collector", "runs", "show", "goodput", "forecast", "query", "export", "postmortem", "why"),
     *("tail", "mirror", "command", "stacks", "replay", "audit", "sql", "dashboard", "mcp"),
+    "confirm",
 )
 """Order of commands in the help; others follow, groups come last."""
 
@@ -43,7 +44,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "checkpoints": ("checkpoints",),
     "repro": ("repro",),
     "mirror": ("mirror",),
-    "mcp": ("mcp", "skill"),
+    "mcp": ("mcp", "confirm", "skill"),
     "audit": ("audit",),
     "landscape": ("landscape",),
     "deploy": ("deploy",),

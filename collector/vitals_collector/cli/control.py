@@ -18,6 +18,7 @@ from trainvitals.errors import UsageError
 from trainvitals.io.client import CollectorClient, open_collector_client
 from trainvitals.io.control_key import control_folder
 from trainvitals.io.lookup import known_collector
+from trainvitals.records import CommandAction
 from vitals_collector.cli.opening import CollectorOptions, as_folder, choose_run
 from vitals_collector.cli.replay import find_vitals_dir
 from vitals_collector.cli.store import user
@@ -120,26 +121,72 @@ def command(
         return
     if action == "profile" and not value:
         value = str(steps)
+    request = build_request(
+        action,
+        value,
+        reason=reason or ("" if action in _NEED_A_REASON else f"asked for by {user()}"),
+        checkpoint=checkpoint,
+        ttl=ttl,
+        rank=rank,
+    )
+    view = send_request(run, request, issued_by=user(), folder=folder, server=server, wait=wait)
+    show_response(view, form)
+
+
+def build_request(
+    action: CommandAction,
+    value: str,
+    *,
+    reason: str,
+    checkpoint: str = "",
+    ttl: float = 60.0,
+    rank: int = -1,
+) -> views.CommandRequest:
+    """Return the request for the words of a `vitals command`.
+
+    Raises:
+        UsageError: no run can carry it out.
+    """
     by_factor = action == "lr" and value.startswith("x")
     request = views.CommandRequest(
         action="lr_factor" if by_factor else action,
-        reason=reason or ("" if action in _NEED_A_REASON else f"asked for by {user()}"),
+        reason=reason,
         checkpoint_id=checkpoint,
         argument=_number(value.removeprefix("x") if by_factor else value, action),
         ttl_seconds=ttl,
         rank=rank,
     )
     request.check()
+    return request
+
+
+def send_request(
+    run: str,
+    request: views.CommandRequest,
+    *,
+    issued_by: str,
+    folder: Path | None,
+    server: CollectorOptions,
+    wait: float,
+) -> views.CommandView:
+    """Sign a command and send it, or write it to the run directory; return its state.
+
+    Raises:
+        VitalsError: the run does not exist or has ended, or the command cannot be signed or sent.
+    """
     if folder is not None:
-        view = _write_signed_command(folder, run, request)
-    else:
-        keys = control_folder(os.environ, server.token_file, server.collector)
-        with _control_client(server, needs="control") as client:
-            summary = find_run(client, run)
-            _check_open(summary)
-            _check_rank(rank, summary.world_size)
-            view = client.send_command(summary.run_id, request, issued_by=user(), keys=keys)
-            view = _answer(client, view, wait)
+        return _write_signed_command(folder, run, request, issued_by)
+    keys = control_folder(os.environ, server.token_file, server.collector)
+    with _control_client(server, needs="control") as client:
+        summary = find_run(client, run)
+        _check_open(summary)
+        _check_rank(request.rank, summary.world_size)
+        view = client.send_command(summary.run_id, request, issued_by=issued_by, keys=keys)
+        return _answer(client, view, wait)
+
+
+def show_response(view: views.CommandView, form: Format) -> None:
+    """Print the response to a command that was sent; exit 1 if the run does not execute it."""
     _write_commands((view,), form)
     if view.status in ("refused", "expired", "invalid"):
         raise typer.Exit(1)
@@ -165,7 +212,7 @@ def stacks(
         action="stacks", reason=f"asked for by {user()}", ttl_seconds=wait
     )
     if folder is not None:
-        sent = _write_signed_command(folder, run, request)
+        sent = _write_signed_command(folder, run, request, user())
 
         def look() -> tuple[tuple[views.StacksView, ...], int]:
             with open_reader(folder) as opened:
@@ -215,7 +262,7 @@ def _wait_for_stacks(
         time.sleep(pause)
 
 
-def _number(value: str, action: Action) -> float | None:
+def _number(value: str, action: str) -> float | None:
     """Return VALUE of ``vitals command`` as a number; None without one."""
     try:
         return float(value) if value else None
@@ -239,29 +286,36 @@ def _answer(client: CollectorClient, sent: views.CommandView, wait: float) -> vi
 
 
 def _write_signed_command(
-    folder: Path, run: str, request: views.CommandRequest
+    folder: Path, run: str, request: views.CommandRequest, issued_by: str
 ) -> views.CommandView:
     """Sign a `vitals command` with the run's key; write it to its directory, for a local agent."""
     from trainvitals.io.mailbox import sign_command
     from trainvitals.io.rundir import RunDir
-    from vitals_collector.alerts.commands import (
-        check_accepted_step,
-        check_checkpoint,
-    )
 
     with open_reader(folder) as opened:
         summary = choose_run(opened, run)
-        announced = opened.reader.ask(views.CheckpointsQuestion(run_id=summary.run_id))
-    _check_open(summary)
-    _check_rank(request.rank, summary.world_size)
-    check_checkpoint(request.checkpoint_id, [(c.checkpoint_id, c.state) for c in announced])
-    check_accepted_step(request, summary.last_step)
+        check_run_takes(opened.reader, summary, request)
     path = folder.absolute()
     run_dir = RunDir.open(path if path.name == summary.run_id else path / summary.run_id)
-    unsigned = request.command(summary.run_id, issued_by=user(), now_unix_ns=time.time_ns())
+    unsigned = request.command(summary.run_id, issued_by=issued_by, now_unix_ns=time.time_ns())
     signed = sign_command(unsigned, run_dir.command_key())
     run_dir.put_command(signed)
     return views.CommandView(command=signed, status="pending")
+
+
+def check_run_takes(reader: Reader, run: views.RunSummary, request: views.CommandRequest) -> None:
+    """Refuse a command that does not fit the current state of the run.
+
+    Raises:
+        UsageError: the run has ended, or has no such rank, healthy checkpoint or step.
+    """
+    from vitals_collector.alerts.commands import check_accepted_step, check_checkpoint
+
+    _check_open(run)
+    _check_rank(request.rank, run.world_size)
+    announced = reader.ask(views.CheckpointsQuestion(run_id=run.run_id))
+    check_checkpoint(request.checkpoint_id, [(c.checkpoint_id, c.state) for c in announced])
+    check_accepted_step(request, run.last_step)
 
 
 def _check_open(run: views.RunSummary) -> None:

@@ -1,6 +1,12 @@
-"""`vitals mcp`: serves runs to coding assistants. `vitals skill install`: writes the skill file."""
+"""`vitals mcp`: serves runs to coding assistants. `vitals skill install`: writes the skill file.
 
+`vitals confirm`: sends a command that an assistant proposed.
+"""
+
+import os
 import secrets
+import sys
+import time
 from contextlib import closing
 from functools import partial
 from importlib.resources import files
@@ -11,6 +17,7 @@ import typer
 
 from trainvitals.cli.groups import add_commands, add_group
 from trainvitals.cli.options import Collector, Force, TokenFile
+from trainvitals.cli.output import Format
 from trainvitals.cli.programs import missing_package_error
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.io.lookup import default_runs_directory, find_collector
@@ -31,8 +38,14 @@ Folder = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    """Add the `vitals mcp` and `vitals skill` commands."""
-    add_commands(app, {"mcp": (serve_mcp, "vitals mcp vitals_runs")})
+    """Add the `vitals mcp`, `vitals confirm` and `vitals skill` commands."""
+    add_commands(
+        app,
+        {
+            "mcp": (serve_mcp, "vitals mcp vitals_runs"),
+            "confirm": (confirm, "vitals confirm 3f2a9c0d11e4"),
+        },
+    )
     add_group(
         app,
         "skill",
@@ -67,6 +80,14 @@ def serve_mcp(
             readable=False,
         ),
     ] = None,
+    control: Annotated[
+        bool,
+        typer.Option(
+            "--control",
+            help="Let the assistant propose commands, which you confirm with `vitals confirm`; not "
+            "with --http or --data.",
+        ),
+    ] = False,
     collector: Collector = "",
     token_file: TokenFile = None,
 ) -> None:
@@ -75,10 +96,16 @@ def serve_mcp(
     The assistant starts it over stdio. With --http, each request needs a token: one of the
     collector with the scope read, or for a folder the one that is printed. Nothing can be changed.
     """
+    if control and (http or data is not None):
+        raise UsageError(
+            f"--control cannot be used with {'--http' if http else '--data'}",
+            hint="start a server over stdio for it: vitals mcp --control",
+        )
     try:
         import mcp  # noqa: F401 - so that the error names the extra, and not a module of the SDK
     except ModuleNotFoundError as error:
         raise missing_package_error("mcp", error) from None
+    from vitals_plugins.bridges.assistants.proposals import Proposer
     from vitals_plugins.bridges.assistants.server import build_server
     from vitals_plugins.bridges.assistants.tools import RunTools
 
@@ -87,7 +114,12 @@ def serve_mcp(
     if not http:
         opens = partial(open_reader, folder, collector=collector, token_file=token_file)
         with closing(SharedSource(opens)) as source:
-            build_server(RunTools(source=source, logs=logs or Path(), data=data)).run("stdio")
+            environ = dict(os.environ)
+            environ |= {"VITALS_COLLECTOR_URL": collector} if collector else {}
+            environ |= {"VITALS_TOKEN_FILE": str(token_file)} if token_file else {}
+            proposer = Proposer(source=source, environ=environ) if control else None
+            tools = RunTools(source=source, logs=logs or Path(), data=data)
+            build_server(tools, proposer).run("stdio")
         return
     if data is not None:
         raise UsageError(
@@ -104,6 +136,41 @@ def serve_mcp(
     with closing(SharedSource(opens)) as source:
         token = secrets.token_urlsafe(24)
         serve_mcp_http(build_server(RunTools(source=source, logs=logs)), http, token=token)
+
+
+def confirm(
+    *,
+    proposal: Annotated[str, typer.Argument(help="Id of the proposal, from the assistant.")],
+    wait: Annotated[
+        float, typer.Option(help="Seconds to wait for the run's response, through a collector.")
+    ] = 15.0,
+) -> None:
+    """Send a command that an assistant proposed, after you type the end of the run's id.
+
+    Needs a terminal. The command is signed and sent as by `vitals command`, once.
+    """
+    from vitals_collector.cli.control import show_response
+    from vitals_plugins.bridges.assistants.proposals import (
+        NUM_TYPED,
+        confirm_proposal,
+        proposal_folder,
+    )
+
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UsageError(
+            "vitals confirm has no terminal: a person has to read the proposal and type the answer",
+            hint=f"run it yourself, in your own terminal: vitals confirm {proposal}",
+        )
+
+    def ask(facts: str) -> str:
+        typer.echo(facts, err=True)
+        text = f"To send it, type the last {NUM_TYPED} characters of the run's id"
+        return str(typer.prompt(text, err=True))
+
+    view = confirm_proposal(
+        proposal_folder(os.environ), proposal, ask=ask, clock=time.time_ns, wait=wait
+    )
+    show_response(view, Format.TABLE)
 
 
 def install_skill(
