@@ -158,7 +158,7 @@ def confirm(
 
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise UsageError(
-            "vitals confirm has no terminal: a person has to read the proposal and type the answer",
+            "vitals confirm has no terminal, in which an operator reads the proposal",
             hint=f"run it yourself, in your own terminal: vitals confirm {proposal}",
         )
 

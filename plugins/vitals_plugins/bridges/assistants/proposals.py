@@ -1,7 +1,7 @@
-"""Commands that an assistant proposed: stored until a person confirms one with `vitals confirm`.
+"""Commands that an assistant proposed: stored until an operator confirms one with `vitals confirm`.
 
 An id is the start of the hash of its file, so an edited file is refused. A program of this user can
-also write new files: each proposal is checked again, and shown to the person, before it is sent.
+also write new files: each proposal is checked again, and shown to the operator, before it is sent.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from vitals_plugins.bridges.assistants.sources import RunSource
 MAX_PROPOSALS = 20
 LIFETIME_MINUTES = 15
 NUM_TYPED = 4
-"""Characters of the run's id that a person types."""
+"""Characters of the run's id that an operator types."""
 _LIFETIME_NS = LIFETIME_MINUTES * 60 * 10**9
 _ID_LENGTH = 12
 _MAX_CLIENT = 40
@@ -89,7 +89,7 @@ class Proposer:
     def propose(
         self, run: str, action: ProposedAction, argument: str, reason: str, *, client: str, now: int
     ) -> str:
-        """Check an assistant's command as `vitals command` does, and store it for a person.
+        """Check an assistant's command as `vitals command` does, and store it for an operator.
 
         Raises:
             VitalsError: the command is refused, or cannot be stored.
@@ -143,12 +143,12 @@ def confirm_proposal(
     clock: Callable[[], int],
     wait: float,
 ) -> CommandView:
-    """Show an assistant's proposal to a person, and send it if they type the end of the run's id.
+    """Show an assistant's proposal, and send it if the operator types the end of the run's id.
 
     Args:
         folder: directory of the proposals.
         proposal_id: the proposal.
-        ask: shows a text to the person and returns their reply.
+        ask: shows a text to the operator and returns the reply.
         clock: returns the current time in nanoseconds.
         wait: seconds to wait for the response of the run.
 
@@ -183,7 +183,7 @@ def confirm_proposal(
 
 
 def _proposal_text(proposal: Proposal, run: RunSummary) -> str:
-    """Return the facts by which a person decides about an assistant's proposal."""
+    """Return the facts by which an operator decides about an assistant's proposal."""
     request = proposal.request
     rows = (
         ("run", f"{run.run_id}, named {mark_as_data(run.name, 80)}"),
@@ -214,7 +214,7 @@ def put_proposal(folder: Path, proposal: Proposal) -> str:
     """Store an assistant's proposal as a private file, and return its id.
 
     Raises:
-        UsageError: too many wait for a person.
+        UsageError: too many wait for an operator.
         StorageError: it cannot be written.
     """
     raw = msgspec.json.encode(proposal)
@@ -223,7 +223,7 @@ def put_proposal(folder: Path, proposal: Proposal) -> str:
         num_waiting = _delete_expired(folder, proposal.created_unix_ns)
         if num_waiting >= MAX_PROPOSALS:
             raise UsageError(
-                f"{num_waiting} proposals wait for a person; at most {MAX_PROPOSALS} may",
+                f"{num_waiting} proposals wait for an operator; at most {MAX_PROPOSALS} may",
                 hint=f"each expires after {LIFETIME_MINUTES} minutes",
             )
         write_new_private(_proposal_path(folder, proposal_id), raw)

@@ -161,7 +161,7 @@ def test_too_many_proposals_are_refused_until_they_expire(propose: Propose):
     now = time.time_ns()
     for number in range(1, MAX_PROPOSALS):
         forge(path, created_unix_ns=now + number)
-    assert "20 proposals wait for a person" in text_of(propose())
+    assert "20 proposals wait for an operator" in text_of(propose())
     old = time.time() - 60 * LIFETIME_MINUTES
     os.utime(path, (old, old))
     assert stored(body_of(propose())["proposal"]).exists()
