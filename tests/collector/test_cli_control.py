@@ -122,6 +122,7 @@ def test_what_a_person_types_is_what_the_run_is_asked(run_dir: RunDir, words, le
     ("words", "said"),
     [
         (("lr", "fast", "--reason", "r"), "lr is given 'fast'; it must be a number"),
+        (("accept", "inf", "--reason", "r"), "step inf; it must be a whole number"),
         (("skip", "--reason", "r"), "vitals command RUN skip 20"),
         (("profile", "--steps", "500"), "it must be 1 to 100"),
         (("skip", "20"), "give 1 to 500 printable ones"),

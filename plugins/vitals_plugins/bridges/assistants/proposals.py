@@ -46,7 +46,7 @@ _AGAIN = "ask the assistant to propose it again"
 ProposedAction = Literal["pause", "resume", "checkpoint", "rollback", "halt", "accept"]
 
 
-class Proposal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CommandProposal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A command to one run, and how to reach the run."""
 
     run_id: str
@@ -109,7 +109,7 @@ class Proposer:
             check_run_takes(opened.reader, summary, request)
             folder = opened.folder
         environ = with_absolute_paths(self.environ)
-        proposal = Proposal(
+        proposal = CommandProposal(
             run_id=summary.run_id,
             request=request,
             client=_clean_name(client),
@@ -182,7 +182,7 @@ def confirm_proposal(
     )
 
 
-def _proposal_text(proposal: Proposal, run: RunSummary) -> str:
+def _proposal_text(proposal: CommandProposal, run: RunSummary) -> str:
     """Return the facts by which an operator decides about an assistant's proposal."""
     request = proposal.request
     rows = (
@@ -210,7 +210,7 @@ def _clean_name(client: str) -> str:
 # ---------------------------------------------------------------------------------------- files
 
 
-def put_proposal(folder: Path, proposal: Proposal) -> str:
+def put_proposal(folder: Path, proposal: CommandProposal) -> str:
     """Store an assistant's proposal as a private file, and return its id.
 
     Raises:
@@ -232,7 +232,7 @@ def put_proposal(folder: Path, proposal: Proposal) -> str:
     return proposal_id
 
 
-def read_proposal(folder: Path, proposal_id: str, now_unix_ns: int) -> Proposal:
+def read_proposal(folder: Path, proposal_id: str, now_unix_ns: int) -> CommandProposal:
     """Return a proposal of an assistant that was not confirmed yet.
 
     Raises:
@@ -248,7 +248,7 @@ def read_proposal(folder: Path, proposal_id: str, now_unix_ns: int) -> Proposal:
     if _hash_proposal(raw) != proposal_id:
         raise FormatError(f"{path} was changed after it was proposed", hint=_AGAIN)
     try:
-        proposal = msgspec.json.decode(raw, type=Proposal)
+        proposal = msgspec.json.decode(raw, type=CommandProposal)
     except UNREADABLE as error:
         raise FormatError(f"{path} cannot be read: {error}", hint=_AGAIN) from error
     if not 0 <= now_unix_ns - proposal.created_unix_ns < _LIFETIME_NS:
