@@ -6,11 +6,11 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Literal
 
@@ -107,7 +107,7 @@ def run(agent: Agent, config: LoopConfig) -> Outcome:
         UsageError: another agent serves the directory, and this one was not started by a rank.
     """
     parent = 0 if config.lingers else os.getppid()
-    with _Signals() as signals:
+    with StopSignals() as signals:
         if not _start(agent, config):
             return "elsewhere"
         try:
@@ -120,7 +120,7 @@ def run(agent: Agent, config: LoopConfig) -> Outcome:
         return "stopped" if signals.count else "ended"
 
 
-def _run_loop(agent: Agent, config: LoopConfig, signals: "_Signals", parent: int) -> None:
+def _run_loop(agent: Agent, config: LoopConfig, signals: "StopSignals", parent: int) -> None:
     """Run the agent on this thread and its I/O loop on another one, until it should end."""
     ending = AgentStopCondition(config)
     if config.lingers:
@@ -168,24 +168,26 @@ def _start(agent: Agent, config: LoopConfig) -> bool:
         time.sleep(0.1)
 
 
-class _Signals:
+class StopSignals:
     """Counts SIGTERM and SIGINT and wakes the waiting loop."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._event = threading.Event()
+        # A handler runs in the waiting thread. The lock of a `threading.Event` may be held there:
+        # its `set` would wait forever, while a `SimpleQueue` can be put to at any point.
+        self._wakeups: SimpleQueue[None] = SimpleQueue()
 
     def wait(self, seconds: float) -> None:
         """Pause between two cycles of the agent; return early on SIGTERM or SIGINT."""
-        self._event.wait(seconds)
-        self._event.clear()
+        with contextlib.suppress(Empty):
+            self._wakeups.get(timeout=seconds)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Count a SIGTERM or SIGINT, and wake the agent's loop."""
         self.count += 1
-        self._event.set()
+        self._wakeups.put(None)
 
-    def __enter__(self) -> "_Signals":
+    def __enter__(self) -> "StopSignals":
         self._before = {
             number: signal.signal(number, self._handle)
             for number in (signal.SIGTERM, signal.SIGINT)

@@ -37,6 +37,30 @@ def test_a_standalone_agent_ends_at_the_first_signal():
     )
 
 
+SENDER = """
+import os, sys, time
+for _ in range(5000):
+    os.kill(int(sys.argv[1]), 15)
+    time.sleep(1e-4)
+"""
+WAITING_UNDER_SIGNALS = """
+import os, subprocess, sys
+from vitals_agent.daemon import StopSignals
+with StopSignals() as signals:
+    sender = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid())])
+    while sender.poll() is None:
+        signals.wait(1e-6)
+    print(sender.returncode, signals.count > 100)
+"""
+
+
+def test_a_signal_at_any_point_of_a_pause_leaves_the_agent_able_to_end():
+    """The lock of an event can be held when the handler runs: it then waited for itself."""
+    program = [sys.executable, "-c", WAITING_UNDER_SIGNALS, SENDER]
+    told = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert "0 True\n" == told.stdout, told.stderr[-2000:]
+
+
 def test_once_ends_after_one_cycle():
     assert [True] == ends(LoopConfig(once=True), {"num_living": 2})
 
