@@ -4,6 +4,7 @@ The schema follows from the types that the commands write. A test validates the 
 commands with it.
 """
 
+import inspect
 import json
 from typing import Any, NotRequired, TypedDict
 
@@ -212,7 +213,7 @@ def schema() -> dict[str, Any]:
         "commands": dict(zip(OUTPUTS, schemas, strict=True)),
         "$defs": definitions,
     }
-    allowed = _with_words(document)
+    allowed = _adapt(document)
     assert isinstance(allowed, dict)
     return allowed
 
@@ -222,12 +223,20 @@ def text() -> str:
     return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
 
 
-def _with_words(node: Any) -> Any:
-    """Return the schema with strings allowed for numbers that are not finite."""
+def _adapt(node: Any) -> Any:
+    """Return the schema with strings allowed for non-finite numbers, and without indentation.
+
+    msgspec removes the indentation of docstrings since version 0.23.
+    """
     if isinstance(node, list):
-        return [_with_words(part) for part in node]
+        return [_adapt(part) for part in node]
     if not isinstance(node, dict):
         return node
     if node.get("type") == "number":
         return {"anyOf": [node, _NOT_FINITE]}
-    return {name: _with_words(part) for name, part in node.items()}
+    return {
+        name: inspect.cleandoc(part)
+        if name == "description" and isinstance(part, str)
+        else _adapt(part)
+        for name, part in node.items()
+    }
