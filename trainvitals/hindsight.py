@@ -71,7 +71,7 @@ def judge_decision_in_hindsight(decision: Decision, losses: Mapping[int, float])
 def summarize_outcomes(outcomes: Iterable[str | None]) -> str:
     """Return a sentence on how many recorded decisions were needed in hindsight; "" for none.
 
-    >>> tally(["needed", "needed", "unneeded", None])
+    >>> summarize_outcomes(["needed", "needed", "unneeded", None])
     '2 of 3 would have been needed, 1 was not'
     """
     counts = Counter(outcome for outcome in outcomes if outcome is not None)

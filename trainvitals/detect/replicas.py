@@ -66,7 +66,7 @@ def find_farthest_rank(distances: Mapping[int, float]) -> int:
 def format_ranks(ranks: Sequence[int]) -> str:
     """Return the ranks with wrong replicas as text, at most eight.
 
-    >>> shown((1,)), shown((0, 2))
+    >>> format_ranks((1,)), format_ranks((0, 2))
     ('rank 1', 'ranks 0, 2')
     """
     number = "rank" if len(ranks) == 1 else "ranks"

@@ -344,8 +344,10 @@ def _nonfinite(trigger: _CauseRecords) -> str:
     }
     if not kinds:
         reasons = " ".join(trigger.reasons).casefold()
-        words = {"nan": "NaN", "inf": "infinite"}
-        kinds = {kind for word, kind in words.items() if re.search(rf"\b{word}\b", reasons)}
+        spellings = {"nan": "NaN", "inf": "infinite"}
+        kinds = {
+            kind for spelling, kind in spellings.items() if re.search(rf"\b{spelling}\b", reasons)
+        }
     return kinds.pop() if len(kinds) == 1 else "NaN or infinite"
 
 
