@@ -9,7 +9,7 @@ its response.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from string import Formatter
-from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 from urllib.parse import quote
 
 import msgspec
@@ -23,9 +23,6 @@ Method = Literal["GET", "POST"]
 
 class Question(msgspec.Struct, Generic[A], frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A query to a collector or a directory; ``A`` is the type of the response."""
-
-    has_findings: ClassVar[bool] = False
-    """Whether the response needs the findings of the fleet detectors; then it has a ``run_id``."""
 
 
 class PerRunQuestion(Question[A], frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -313,8 +313,6 @@ class FindingView(msgspec.Struct, frozen=True, kw_only=True):
 class FindingsQuestion(PerRunQuestion[tuple[FindingView, ...]], frozen=True, kw_only=True):
     """What the run's detectors said, by step."""
 
-    has_findings: ClassVar[bool] = True
-
 
 class DecisionView(msgspec.Struct, frozen=True, kw_only=True):
     """A decision and the time it was recorded."""
@@ -362,8 +360,6 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
 @route("GET", "/v1/runs/{run_id}/steps/{step}")
 class StepQuestion(PerRunQuestion[StepView], frozen=True, kw_only=True):
     """What is known of one step, on every attempt that trained it."""
-
-    has_findings: ClassVar[bool] = True
 
     step: Int64
 
@@ -1004,8 +1000,6 @@ class RunVerdict(msgspec.Struct, frozen=True, kw_only=True):
 class VerdictQuestion(PerRunQuestion[RunVerdict], frozen=True, kw_only=True):
     """State, cause, action, cost, precedent and the next command of a run."""
 
-    has_findings: ClassVar[bool] = True
-
 
 class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     """What belongs together in time and cause: findings, decisions, alerts, and what was seen."""
@@ -1037,8 +1031,6 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
 @route("GET", "/v1/runs/{run_id}/incidents", tag="look back")
 class IncidentsQuestion(PerRunQuestion[tuple[IncidentView, ...]], frozen=True, kw_only=True):
     """Incidents with their story, latest first."""
-
-    has_findings: ClassVar[bool] = True
 
 
 class TableReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -191,7 +191,7 @@ def test_the_readers_have_one_way_to_be_asked():
         return {name for name, _ in inspect.getmembers(kind, inspect.isroutine) if name[0] != "_"}
 
     assert {"ask"} == methods(Reader)
-    of_both = {"ask", "read", "raise_alerts", "liveness", "run_dir"}
+    of_both = {"ask", "read", "raise_alerts", "update_findings", "liveness", "run_dir"}
     assert of_both == methods(Query) == methods(FolderQuery)
     orders = {"ack_alert", "annotate", "ingest", "ingest_all", "mark_delivered", "send_command"}
     orders |= {"silence", "end_silence"}

@@ -412,6 +412,11 @@ class AlertEngine:
         return polled.runs_with_findings
 
     @property
+    def has_more(self) -> bool:
+        """Return whether the last poll left rows for the next one."""
+        return self._has_more
+
+    @property
     def watching(self) -> LiveMonitor:
         """Return the monitor that runs the fleet detectors as rows arrive."""
         return self._watching

@@ -143,6 +143,12 @@ class Query:
                     raise unknown_run(run_id)
             yield self.store.snapshot_on(connection)
 
+    def update_findings(self, run_id: str) -> None:
+        """Update the fleet findings of a run, or of all, before a query for them.
+
+        A collector's are updated as rows arrive.
+        """
+
     def raise_alerts(self) -> None:
         """Update the alerts before a query for them; a collector's are updated as rows arrive."""
 
@@ -270,6 +276,7 @@ def _difference(query: Query, question: views.DifferenceQuestion) -> views.Diffe
 def _step(query: Query, question: views.StepQuestion) -> views.StepView:
     """Respond to the query that explains one step: rows, findings, decisions, data."""
     run_id, step = question.run_id, question.step
+    query.update_findings(run_id)
     with query.read(run_id) as moment:
         found = ledger.findings_of(moment.sql, run_id, step)
         return views.StepView(
@@ -285,13 +292,27 @@ def _step(query: Query, question: views.StepQuestion) -> views.StepView:
         )
 
 
+@answer_to(views.FindingsQuestion)
+def _findings(query: Query, question: views.FindingsQuestion) -> tuple[views.FindingView, ...]:
+    """Respond to the query for the findings of a run."""
+    query.update_findings(question.run_id)
+    with query.read(question.run_id) as moment:
+        return ledger.findings_of(moment.sql, question.run_id)
+
+
+@answer_to(views.MoversQuestion)
+def _movers(query: Query, question: views.MoversQuestion) -> tuple[views.MoverView, ...]:
+    """Respond to the query for the largest changes before a step."""
+    query.update_findings(question.run_id)
+    with query.read(question.run_id) as moment:
+        return top_change_views(moment, question.run_id, question.step)
+
+
 _answer_in_run(views.DecisionsQuestion, lambda m, q: ledger.decisions_with_hindsight(m, q.run_id))
-_answer_in_run(views.FindingsQuestion, lambda m, q: ledger.findings_of(m.sql, q.run_id))
 _answer_in_run(views.CheckpointsQuestion, lambda m, q: ledger.checkpoints_of(m.sql, q.run_id))
 _answer_in_run(views.EventsQuestion, lambda m, q: ledger.events_of(m.sql, q.run_id, q.kind))
 _answer_in_run(views.StacksQuestion, lambda m, q: ledger.stacks_of(m.sql, q.run_id))
 _answer_in_run(views.AnnotationsQuestion, lambda m, q: ledger.annotations_of(m.sql, q.run_id))
-_answer_in_run(views.MoversQuestion, lambda m, q: top_change_views(m, q.run_id, q.step))
 _answer_in_run(views.CellsQuestion, cells)
 
 
@@ -339,6 +360,7 @@ def _verdict(query: Query, question: views.VerdictQuestion) -> views.RunVerdict:
 
 def _judge_run(query: Query, run_id: str, judge: Callable[[RunIncidents], A]) -> A:
     """Run ``judge`` on a snapshot of the run, to query its incidents or its verdict."""
+    query.update_findings(run_id)
     with query.read(run_id) as moment:
         run = overview.load_run_summaries(moment.sql, query.liveness(), run_id)[0]
         run_dir = query.run_dir(run_id)
@@ -370,6 +392,8 @@ def _table(query: Query, question: views.TableQuestion) -> views.TableReply:
     """Respond to the query for rows of a table that match conditions."""
     if question.table == "alerts":
         query.raise_alerts()
+    elif question.table == "findings":
+        query.update_findings(question.run_id)
     with query.read() as moment:
         return tables.query_table(moment, question, query.liveness(), query.reach)
 
