@@ -325,6 +325,8 @@ _SIX = ["40", "80", "120", "160", "200", "240"]
 _BACK: dict[str, object] = {"rollback_to_step": 5, "new_attempt": 2}
 _PARAMS = f(12, "nonfinite_params", cause="nonfinite_params")
 _SKIP = d("skip_step", 10)
+_HIGH = f(8, cause="loss_burst")
+_NAN = (f(10, cause="nonfinite_loss", rank=1), d("skip_step", 10, rank=1))
 
 
 @pytest.mark.parametrize(
@@ -335,6 +337,12 @@ _SKIP = d("skip_step", 10)
         (tuple(f(40 * i) for i in range(1, 7)), _SIX),
         ((f(10, cause="nonfinite_loss"), _PARAMS, _SKIP), ["12 10 10"]),
         ((f(10, cause="nonfinite_loss"), _PARAMS), ["10 12"]),
+        ((_HIGH, *_NAN, f(12, cause="grad_norm_burst")), ["8 12", "10 10"]),
+        ((_HIGH, *_NAN, d("skip_step", 11)), ["8 10 10 11"]),
+        ((_HIGH, _NAN[0]), ["8 10"]),
+        ((_HIGH, f(9, cause="loss_outlier"), *_NAN), ["8 9 10 10"]),
+        ((_HIGH, *_NAN, d("rollback", 12, **_BACK)), ["8 10 10 12"]),
+        ((_HIGH, *_NAN, f(12, "nonfinite_params", cause="nonfinite_params")), ["8 10 10 12"]),
         ((f(10), f(200, onset_step=30)), ["10 200"]),
         ((f(10, rank=1, cause="a"), f(12, rank=2, cause="b")), ["10", "12"]),
         ((f(10, rank=1, cause="a"), f(12, rank=2, cause="a")), ["10 12"]),

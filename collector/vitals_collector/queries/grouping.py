@@ -3,7 +3,7 @@
 Two items of one attempt belong together if their cause is the same and they are near each other.
 They also belong together if one directly follows the other, and they name the same rank, or share a
 domain (numbers, speed, GPUs...) and do not name different ranks: a NaN gradient, and the parameters
-that it damaged. Healthy steps separate independent faults. A rollback includes the items of its
+that it damaged. A single NaN step among high losses is separate. Healthy steps separate independent faults. A rollback includes the items of its
 cause on the attempt that it left. It also includes those on the new attempt up to the step of the
 original problem.
 """
@@ -112,8 +112,9 @@ def group_incidents(items: Sequence[IncidentItem]) -> list[list[IncidentItem]]:
     for i, item in enumerate(items):
         groups.setdefault(sets.find_root(i), []).append(item)
     clusters = [
-        _deaths_first(_root_first(sorted(members, key=_item_sort_key)))
+        _deaths_first(_root_first(part))
         for members in groups.values()
+        for part in _split_isolated_step(sorted(members, key=_item_sort_key))
     ]
     return sorted(
         clusters, key=lambda cluster: (cluster[0].attempt, cluster[0].onset, cluster[0].cause)
@@ -155,6 +156,33 @@ def _root_first(members: list[IncidentItem]) -> list[IncidentItem]:
         return members
     rest = [item for item in members if item is not root]
     return [root._replace(onset=first.onset, first=first.first), *rest]
+
+
+_BLOW_UP = ("loss_outlier", "grad_norm_outlier")
+
+
+def _split_isolated_step(members: list[IncidentItem]) -> list[list[IncidentItem]]:
+    """Separate a single NaN step from high losses around it: an incident of its own.
+
+    Its update was skipped, and the next step was finite, so the weights were not the cause. After
+    an outlier, or before a rollback, it belongs to the incident: a blow-up ends in NaN.
+    """
+    steps = {item.onset for item in members if item.cause.startswith("nonfinite_")}
+    first, step = members[0], next(iter(steps), -1)
+    if len(steps) != 1 or first.onset == step or first.domain != "numbers":
+        return [members]
+    isolated = [item for item in members if item.cause in _FROM_PARAMS and item.last == step]
+    rest = [item for item in members if item not in isolated]
+    is_blow_up = any(
+        item.cause in _BLOW_UP
+        and step - FOLLOWING_STEPS <= item.first < step
+        or item.kind == "decision"
+        and not item.is_withheld
+        for item in rest
+    )
+    if is_blow_up or not any(item.is_withheld for item in isolated):
+        return [members]
+    return [rest, isolated]
 
 
 def _is_repeated_problem(rollback: IncidentItem, item: IncidentItem) -> bool:
