@@ -331,8 +331,9 @@ STEP_METRICS: tuple[MetricSpec, ...] = (
     _step_metric(
         "run_queue_seconds",
         "seconds",
-        "Time in which the training thread could run and had no CPU core; it is in the other parts "
-        "of the step too. Linux only, where forward and backward are placed.",
+        "Time in which the training thread could run and had no CPU core, apart from waits for "
+        "other ranks; it is in the other parts of the step too. Linux only, where forward and "
+        "backward are placed.",
         scope="rank",
     ),
 )

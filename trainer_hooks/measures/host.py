@@ -222,9 +222,13 @@ class StepClock:
             begin = record_event(device, timed=True)
             call()
             return begin, record_event(device, timed=True)
+        if self.sections is not None:
+            self.sections.start_rank_wait()
         began = self.clock.monotonic_ns()
         call()
         took = self.clock.monotonic_ns() - began
+        if self.sections is not None:
+            self.sections.end_rank_wait()
         self.phase = "other"
         self._exchange_ns += took
         return took / 1e9

@@ -58,8 +58,8 @@ class SectionTimeline:
     end: Instant | None = None
     """End of the step on the device; CUDA only."""
     run_queue_seconds: float | None = None
-    """Time the training thread was runnable without a core; None if the kernel does not count
-    it."""
+    """Time the training thread was runnable without a core, apart from waits for other ranks; None
+    if the kernel does not count it."""
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each section."""
@@ -146,6 +146,18 @@ class SectionTimer:
         """Subtract a data wait or checkpoint from the step's current section."""
         self._asides[self._section] += nanoseconds
 
+    def start_rank_wait(self) -> None:
+        """Record that this thread waits for other ranks: its wait for a core delays nobody."""
+        if not self._is_cuda:  # otherwise the device waits, and not this thread
+            with self._faults.fail_open("sections"):
+                self._queue.pause()
+
+    def end_rank_wait(self) -> None:
+        """Record the end of a wait for other ranks."""
+        if not self._is_cuda:
+            with self._faults.fail_open("sections"):
+                self._queue.resume()
+
     def end_loop_part(self, now_ns: int) -> None:
         """Record that the loop finished its part of the step at ``now_ns`` of the step clock."""
         if self._has_begun:
@@ -205,12 +217,14 @@ class SectionTimer:
     def _mark_backward_computed(self) -> None:
         """End the section of the backward; the wait for gradients follows."""
         self._end_section("gradient_wait")
+        self.start_rank_wait()
         with self._faults.fail_open("sections"):
             Variable._execution_engine.queue_callback(self._mark_gradients_received)
 
     def _mark_gradients_received(self) -> None:
         """End the section of the wait for gradients: the backward is complete."""
         self._end_section("after_backward")
+        self.end_rank_wait()
         self._was_backward, self._is_in_backward = True, False
 
     def _timed_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -219,10 +233,12 @@ class SectionTimer:
             if section not in ("forward", "backward") or not self._has_begun:
                 return call(*args, **kwargs)
             began = self._now()
+            self.start_rank_wait()
             try:
                 return call(*args, **kwargs)
             finally:
                 self._waits.append((section, began, self._now()))
+                self.end_rank_wait()
 
         return timed
 
@@ -233,6 +249,7 @@ class _RunQueue:
     def __init__(self) -> None:
         self._file: int | None = None
         self._waited_ns = 0
+        self._paused_ns: int | None = None
         with suppress(OSError):  # another system, or a kernel without these statistics
             self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -240,11 +257,27 @@ class _RunQueue:
         """Return the seconds, since the last call, in which this thread waited for a core."""
         if self._file is None:
             return None
-        # Time on a core, time waiting for one, number of runs
-        # (Documentation/scheduler/sched-stats).
-        waited_ns = int(os.pread(self._file, 96, 0).split()[1])
+        self.resume()
+        waited_ns = self._read(self._file)
         before, self._waited_ns = self._waited_ns, waited_ns
         return (waited_ns - before) / 1e9
+
+    def pause(self) -> None:
+        """Do not count until ``resume``."""
+        if self._file is not None and self._paused_ns is None:
+            self._paused_ns = self._read(self._file)
+
+    def resume(self) -> None:
+        """Count again."""
+        if self._file is not None and self._paused_ns is not None:
+            self._waited_ns += self._read(self._file) - self._paused_ns
+            self._paused_ns = None
+
+    def _read(self, file: int) -> int:
+        """Return the nanoseconds in which this thread waited for a core since its start."""
+        # Time on a core, time waiting for one, number of runs
+        # (Documentation/scheduler/sched-stats).
+        return int(os.pread(file, 96, 0).split()[1])
 
     def close(self) -> None:
         """Close the kernel's file with this thread's measured waits for a core."""

@@ -180,13 +180,22 @@ def test_the_wait_for_a_core_is_counted_as_the_kernel_does() -> None:
             begin = ns_in_queue()
             while ns_in_queue() < begin + 50_000_000:
                 pass
+            outer_begin = ns_in_queue()
+            sections.start_rank_wait()
+            begin = ns_in_queue()
+            while (end := ns_in_queue()) < begin + 50_000_000:
+                pass
+            sections.end_rank_wait()
             before = ns_in_queue()
+            rank_waits = (end - begin, before - outer_begin)
             timeline = sections.pop_timeline()
             counts.append((before, ns_in_queue()))
         assert timeline is not None and timeline.run_queue_seconds is not None
         counted_ns = round(timeline.run_queue_seconds * 1e9)
         (first_before, first_after), (before, after) = counts
-        assert before - first_after <= counted_ns <= after - first_before, "from step to step"
+        inner, outer = rank_waits
+        assert before - first_after - outer <= counted_ns, "from step to step"
+        assert counted_ns <= after - first_before - inner, "without waits for other ranks"
     finally:
         os.sched_setaffinity(0, cores)
         rival.kill()
