@@ -3,9 +3,9 @@
 Two items of one attempt belong together if their cause is the same and they are near each other.
 They also belong together if one directly follows the other, and they name the same rank, or share a
 domain (numbers, speed, GPUs...) and do not name different ranks: a NaN gradient, and the parameters
-that it damaged. A single NaN step among high losses is separate. Healthy steps separate independent faults. A rollback includes the items of its
-cause on the attempt that it left. It also includes those on the new attempt up to the step of the
-original problem.
+that it damaged. A single NaN step among high losses is separate. Healthy steps separate independent
+faults. A rollback includes the items of its cause on the attempt that it left. It also includes
+those on the new attempt up to the step of the original problem.
 """
 
 import re
@@ -164,8 +164,8 @@ _BLOW_UP = ("loss_outlier", "grad_norm_outlier")
 def _split_isolated_step(members: list[IncidentItem]) -> list[list[IncidentItem]]:
     """Separate a single NaN step from high losses around it: an incident of its own.
 
-    Its update was skipped, and the next step was finite, so the weights were not the cause. After
-    an outlier, or before a rollback, it belongs to the incident: a blow-up ends in NaN.
+    Its update was skipped, and the next step was finite, so the weights were not the cause. Between
+    two outliers, or before a rollback, it belongs to the incident: a blow-up overflows.
     """
     steps = {item.onset for item in members if item.cause.startswith("nonfinite_")}
     first, step = members[0], next(iter(steps), -1)
@@ -173,13 +173,11 @@ def _split_isolated_step(members: list[IncidentItem]) -> list[list[IncidentItem]
         return [members]
     isolated = [item for item in members if item.cause in _FROM_PARAMS and item.last == step]
     rest = [item for item in members if item not in isolated]
-    is_blow_up = any(
-        item.cause in _BLOW_UP
-        and step - FOLLOWING_STEPS <= item.first < step
-        or item.kind == "decision"
-        and not item.is_withheld
-        for item in rest
+    outliers = [item.first for item in rest if item.cause in _BLOW_UP]
+    is_blow_up = any(0 < step - at <= FOLLOWING_STEPS for at in outliers) and any(
+        0 < at - step <= FOLLOWING_STEPS for at in outliers
     )
+    is_blow_up |= any(item.kind == "decision" and not item.is_withheld for item in rest)
     if is_blow_up or not any(item.is_withheld for item in isolated):
         return [members]
     return [rest, isolated]

@@ -285,6 +285,18 @@ def test_a_loss_that_is_back_at_once_was_due_to_its_data_and_one_that_heals_was_
     assert (BAD, subject) == named(tracker)[:2]
 
 
+def test_a_nan_among_bad_batches_is_not_due_to_them():
+    tracker = OnsetTracker()
+    for number in range(BAD + 25):
+        step = bare(healthy(number))
+        if BAD <= number < BAD + 5:
+            high = NAN if number == BAD + 2 else 6.0
+            step = change(step, ranks={("rank_loss", rank): high for rank in range(4)})
+        tracker.update(step)
+    assert (BAD, "data", "", "loss") == named(tracker, BAD)
+    assert (BAD + 2, "losses", "", "loss") == named(tracker, BAD + 2)
+
+
 def test_a_layer_stands_out_among_layers_that_are_noisy_together():
     """A batch moves all layers' gradients by as much as the fault moves one: the share tells."""
     tracker = OnsetTracker()

@@ -508,6 +508,8 @@ class OnsetTracker:
         self._gradients_moved = self._has_share_moved = False
         self._loss_height: tuple[float, bool] | None = None
         """Distance of the step's loss from its middle, and whether it is out."""
+        self._high_loss: Onset | None = None
+        """Onset of a finite loss that is out, also while a later NaN has its own onset."""
         self._loss_bad: list[float] = []
         self._loss_after: list[float] = []
         self._key = (0, -1)
@@ -595,8 +597,13 @@ class OnsetTracker:
         this, only a measurement of the weights tells the two apart.
         """
         onset, last = self._numbers.onset, self._loss_height
-        if onset is None or (onset.subject, onset.series) != ("losses", "loss") or last is None:
+        if onset is None or not onset.is_nonfinite:
+            is_loss = onset is not None and (onset.subject, onset.series) == ("losses", "loss")
+            self._high_loss = onset if is_loss else None
+        if self._high_loss is None:
             self._loss_bad, self._loss_after = [], []
+            return
+        if last is None:  # a NaN has its own onset
             return
         away, is_out = last
         self._loss_after.append(away)
@@ -610,8 +617,10 @@ class OnsetTracker:
         is_back = after[0] < bad[-1] / 3 and math.fsum(after) < len(after) * height / 8
         if height >= peak / 3 and is_back:
             where = "rank:0" if len(merged.ranks.get("rank_loss", ())) == 1 else ""
-            onset = msgspec.structs.replace(onset, subject="data", where=where)
-            self._numbers.onset = self._onsets[onset.attempt, onset.step, False] = onset
+            from_data = msgspec.structs.replace(self._high_loss, subject="data", where=where)
+            self._onsets[from_data.attempt, from_data.step, False] = from_data
+            if onset == self._high_loss:
+                self._numbers.onset = from_data
 
     def _update_episode(
         self, episode: _OnsetEpisode, attempt: int, out: Sequence[_SeriesOutlier], *, is_old: bool
