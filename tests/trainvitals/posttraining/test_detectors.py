@@ -204,6 +204,43 @@ def test_a_success_with_slow_noise_is_silent(seed: int):
     assert [] == causes(judged(rows))
 
 
+def slow_noise(memory: float, rng: random.Random, num: int) -> list[float]:
+    """Return noise of which each value has a part of the one before; 1: a random walk."""
+    sigma = 0.1 * math.sqrt(1.0 - memory * memory) if memory < 1.0 else 0.15 / math.sqrt(num)
+    values = [rng.gauss(0.0, 0.1 if memory < 1.0 else 0.0)]
+    while len(values) < num:
+        values.append(memory * values[-1] + rng.gauss(0.0, sigma))
+    return values
+
+
+def without_a_loss(memory: float, seed: int, gain: float, num: int = 300) -> Rows:
+    """A reward whose noise has a memory, and a policy that settles as in a success."""
+    rng = random.Random(seed)
+    reward, held_out = slow_noise(memory, rng, num), slow_noise(memory, rng, num)
+    return [
+        {
+            "reward": 0.4 + gain * n / num + reward[n],
+            "kl": 0.02 + n / num + rng.gauss(0.0, 0.02),
+            "entropy": 2.0 * 0.02 ** min(1.5 * n / num, 1.0),
+            "frac_reward_zero_std": min(0.95, 0.4 + n / num),
+        }
+        | ({} if n % 10 else {"eval/reward": 0.4 + gain * n / num + held_out[n]})
+        for n in range(num)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("memory", "gain"),
+    one_in(5, [(memory, gain) for memory in (0.0, 0.8, 0.95, 0.99, 1.0) for gain in (0.0, 0.4)]),
+)
+def test_slow_noise_is_neither_a_rise_nor_a_loss(memory: float, gain: float):
+    runs = [judged(without_a_loss(memory, seed, gain)) for seed in range(15)]
+    lost = [run for run in runs if any("at its best" in finding.reason for finding in run)]
+    # The slowest noise rises and falls like a reward that is lost.
+    assert len(lost) <= (3 if memory > 0.95 else 1)
+    assert not gain or not [run for run in runs if run not in lost and run]
+
+
 def test_completions_that_are_cut_while_the_reward_does_not_rise():
     rows = [
         {"reward": 0.45 + noise, "completions/clipped_ratio": 0.9} for noise in gauss(1, 400, 0.05)

@@ -6,7 +6,7 @@ detector abstains while its quantities are missing, and counts values, not steps
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice, pairwise
 from typing import ClassVar, Literal
 
@@ -32,6 +32,12 @@ _TO_TOTAL_SIGMA = 0.605
 contains slow noise too, such as that of an order of the prompts, and no steady rise or fall."""
 _SLOW_NOISE = 2.5
 """Weight of slow noise: the median of a window does not reduce it."""
+_LAGS = 12
+"""Values per distance over which drift is measured: a longer distance would contain the fault."""
+_DRIFT_EXCESS = 1.2
+"""Squared changes over a distance, compared with those of neighbors, that noise alone may have."""
+_DRIFT_SPAN = 100
+"""Values over which drift adds up. A slower one is a trend."""
 _LEAST_GAIN = 0.01
 """Smallest gain, as a part of the reward, however little noise it has."""
 _CERTAIN = 3.0
@@ -195,19 +201,16 @@ class RewardCourse(ValueCourse):
         del changes[len(changes) - int(_OUTLIERS * len(changes)) :]
         return _TO_SIGMA * sum(changes) / len(changes) if changes else 0.0
 
-    def _sigma(self, fast: float) -> float:
+    def _sigma(self, fast: float, drift: float) -> float:
         """Return a larger deviation of the reward if neighboring values are correlated.
 
         Args:
             fast: the deviation without slow noise.
+            drift: variance per value that a drift without direction adds.
         """
-        values = list(self._values)
-        bends = [
-            abs(a - 2.0 * b + c)
-            for a, b, c in zip(values, values[_SHORT:], values[2 * _SHORT :], strict=False)
-        ]
-        total = _TO_TOTAL_SIGMA * upper_median(bends) if bends else 0.0
-        return max(fast, _SLOW_NOISE * math.sqrt(max(total - fast, 0.0) * (total + fast)))
+        total = _total_sigma(self._values, _SHORT)
+        slow = _SLOW_NOISE * math.sqrt(max(total - fast, 0.0) * (total + fast))
+        return max(fast, slow, math.sqrt(min(self._trend.num, _DRIFT_SPAN) * drift))
 
     @property
     def outcome(self) -> Outcome:
@@ -221,12 +224,13 @@ class RewardCourse(ValueCourse):
         if level is None or best is None or len(self._values) < num_values:
             return "unknown"
         first, fast = self.first, self._fast_sigma
-        noise = config.gain_sigmas * self._sigma(fast)
+        drift = drift_variance(self._values, fast)
+        noise = config.gain_sigmas * self._sigma(fast, drift)
         least = _LEAST_GAIN * max(abs(best), abs(first))
         counts = max(noise, least)
         gain, trend = best - first, self._trend
         is_solved = trend.lowest >= 0.0 and trend.highest <= 1.0 and level >= _SOLVED
-        if gain > counts or trend.t >= _CERTAIN:
+        if gain > counts or trend.t(drift) >= _CERTAIN:
             is_best = is_solved or level >= best - max(config.at_best * gain, noise)
             return "at_best" if is_best else "fell"
         if is_solved:
@@ -234,7 +238,9 @@ class RewardCourse(ValueCourse):
         if level < min(first, best if self._start is None else self._start) - counts:
             return "fell"
         gain_ahead = max(config.gain_sigmas * fast, least)
-        is_slow = trend.num >= config.never_values and _AHEAD * trend.upper_slope <= gain_ahead
+        is_slow = (
+            trend.num >= config.never_values and _AHEAD * trend.upper_slope(drift) <= gain_ahead
+        )
         return "flat" if is_slow and not trend.is_cut_off else "unknown"
 
     def describe(self) -> str:
@@ -243,6 +249,32 @@ class RewardCourse(ValueCourse):
         if self.outcome == "flat":
             return f"the reward is {level:.3g}, and its first values were {self.first:.3g}"
         return f"the reward is {level:.3g}, and was {best:.3g} at its best"
+
+
+def drift_variance(values: Collection[float], fast: float) -> float:
+    """Return the variance per value that a drift without direction adds to the reward.
+
+    White noise changes as much over a long distance as over a short one, a random walk in
+    proportion to the distance. Second differences contain no steady rise or fall.
+
+    Args:
+        values: latest rewards.
+        fast: their deviation without slow noise.
+    """
+    lag = max(_SHORT, len(values) // _LAGS)
+    total = _total_sigma(values, lag)
+    return 6.0 * max(total * total - _DRIFT_EXCESS * fast * fast, 0.0) / (2 * lag - 3)
+
+
+def _total_sigma(values: Collection[float], lag: int) -> float:
+    """Return the deviation of the rewards from their second differences over a distance."""
+    bends = [
+        abs(a - 2.0 * b + c)
+        for a, b, c in zip(
+            values, islice(values, lag, None), islice(values, 2 * lag, None), strict=False
+        )
+    ]
+    return _TO_TOTAL_SIGMA * upper_median(bends) if bends else 0.0
 
 
 class Trend(Stateful):
@@ -279,25 +311,32 @@ class Trend(Stateful):
         num, self._mean, self._product, self._square, self.lowest, self.highest = values
         self.num = int(num)
 
-    @property
-    def t(self) -> float:
-        """Return Student's t of the reward's slope; 0 if unknown."""
-        num = self.num
-        squares = self._index_square * self._square
-        if num < _FIRST or not 0.0 < squares < math.inf:
-            return 0.0
-        r = min(max(self._product / math.sqrt(squares), -1.0), 1.0)
-        return r * math.sqrt((num - 2) / max(1.0 - r * r, 1e-12))
+    def t(self, drift: float) -> float:
+        """Return Student's t of the reward's slope; 0 if unknown.
 
-    @property
-    def upper_slope(self) -> float:
-        """Return the largest gain of reward per value that the noise allows."""
-        num, index_square = self.num, self._index_square
-        if num < _FIRST or not self._square < math.inf:
+        Args:
+            drift: variance per value that a drift without direction adds.
+        """
+        error = self._slope_error(drift)
+        if self.num < _FIRST or not 0.0 < self._square < math.inf:
+            return 0.0
+        return self._product / self._index_square / max(error, 1e-300)
+
+    def upper_slope(self, drift: float) -> float:
+        """Return the largest gain of reward per value that noise and drift allow."""
+        if self.num < _FIRST or not self._square < math.inf:
             return math.inf
-        slope = self._product / index_square
-        rest = max(self._square - slope * self._product, 0.0)
-        return slope + _POSSIBLE * math.sqrt(rest / (num - 2) / index_square)
+        return self._product / self._index_square + _POSSIBLE * self._slope_error(drift)
+
+    def _slope_error(self, drift: float) -> float:
+        """Return the standard error of the reward's slope."""
+        num, index_square = self.num, self._index_square
+        if num < _FIRST:
+            return math.inf
+        rest = max(self._square - self._product * self._product / index_square, 0.0)
+        # Variance of the slope of a random walk, and of noise that forgets within the span.
+        walk = 1.2 * drift / num * min(1.0, 10.0 * (_DRIFT_SPAN / num) ** 2)
+        return math.sqrt(rest / (num - 2) / index_square + walk)
 
     @property
     def is_cut_off(self) -> bool:

@@ -4,9 +4,9 @@ Entropy falls, the divergence grows and groups get equal rewards in every succes
 each of these is reported only together with a reward that did not rise, or that was lost again.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
-from itertools import pairwise
 
 from trainvitals.detect.fleet.base import MergedStep, upper_median
 from trainvitals.detect.posttraining import names
@@ -23,6 +23,10 @@ from trainvitals.detect.posttraining.settings import PostTrainingConfig
 from trainvitals.records import Finding
 
 _MAX_EVALUATIONS = 64
+_LEVEL = 3
+"""Evaluations whose median is the held-out level."""
+_DRIFT_EVALUATIONS = 16
+"""Evaluations over which a drift without direction adds up."""
 
 
 class PolicyCollapseWatcher(PostTrainingWatcher):
@@ -329,15 +333,17 @@ class RewardHackingWatcher(PostTrainingWatcher):
         if held_out is None:
             return ()
         self._held_out.append(held_out)
-        best = self._best = held_out if self._best is None else max(self._best, held_out)
+        # The highest of many single evaluations is mostly noise.
+        level = upper_median(list(self._held_out)[-_LEVEL:])
+        if len(self._held_out) >= _LEVEL:
+            self._best = level if self._best is None else max(self._best, level)
         first = self._first = held_out if self._first is None else self._first
+        best = first if self._best is None else self._best
         self._milestones.add(merged.step, first, best)
         config = self._config
         gain = best - first
-        # Half of the gain must be more than the noise of two evaluations.
         limit = best - config.held_out_part * gain
-        noise = self._noise()
-        is_below = gain > 4.0 * noise and held_out <= limit
+        is_below = gain > self._reach() and held_out <= limit
         self._num_below = min(self._num_below + 1, 1 << 30) if is_below else 0
         self._note_beyond(is_below)
         if self._num_below < config.held_out_values:
@@ -355,8 +361,15 @@ class RewardHackingWatcher(PostTrainingWatcher):
         )
         return self._begin_condition(merged, reason, value=held_out, limit=limit)
 
-    def _noise(self) -> float:
-        """Return the median absolute change between held-out rewards; includes their trend."""
+    def _reach(self) -> float:
+        """Return the gain of held-out reward that noise or a drift without direction may have.
+
+        Second differences contain no steady rise or fall.
+        """
         values = list(self._held_out)
-        changes = [abs(b - a) for a, b in pairwise(values)]
-        return upper_median(changes) if len(changes) > 2 else float("inf")
+        bends = [
+            abs(a - 2.0 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)
+        ]
+        if len(bends) < _LEVEL:
+            return math.inf
+        return 2.0 * upper_median(bends) * math.sqrt(min(len(values), _DRIFT_EVALUATIONS))
