@@ -237,6 +237,7 @@ def build_monitor_parts(arguments: WatchArguments) -> MonitorParts | None:
         arguments.engine,
         arguments.names,
         vector_fields(),
+        takes_groups=arguments.takes_groups,
     )
     with ExitStack() as undo:
         undo.callback(device.release)  # a failed setup leaves the optimizers unchanged

@@ -77,6 +77,11 @@ class WatchArguments:
     """Whether Vitals controls the step of the loop, so that it can roll back."""
     max_norm: MaxNorm | None = None
 
+    @property
+    def takes_groups(self) -> bool:
+        """Whether the loop may add parameter groups: Vitals controls its step and optimizers."""
+        return self.owns_step and self.engine is None
+
     def meaning_of_loss(self) -> LossKind:
         """Return the kind of loss; by default that of the task, otherwise of the models."""
         default: LossKind = "adversarial" if isinstance(self.model, NamedModels) else "minimize"

@@ -25,6 +25,7 @@ from trainer_hooks.guard.misuse import BackwardCounter, is_of_one_backward, scal
 from trainer_hooks.guard.optimizers import OptimizerGroup, UnguardedStepDetector, update_scaler
 from trainer_hooks.guard.schedules import SchedulerEvery, SchedulerStepper, end_epoch_error
 from trainer_hooks.guard.step_interception import not_compiled
+from trainer_hooks.lifecycle.added_groups import adopt_groups
 from trainer_hooks.lifecycle.data_position import AfterRollback, DataPosition, SampleIds
 from trainer_hooks.lifecycle.loop import MonitorBase
 from trainer_hooks.lifecycle.shutdown import EXIT_CODE, exits_by_itself
@@ -255,8 +256,15 @@ class Monitor(MonitorBase):
         never_clips = max_norm is None
         max_norm = parts.usable(max_norm, first=first)
         parts.clock.start_monitor_time()
-        prepared = parts.prepare(attempted, loss, weight, first=first, max_norm=max_norm)
-        verdict = parts.exchange()
+        outcome = None
+        if has_new_groups := parts.has_new_groups:
+            outcome = adopt_groups(run, parts, self._judge_unread_steps, step=attempted)
+            turn = parts.turn = device.turns[turn.number]
+        if outcome is None:
+            prepared = parts.prepare(attempted, loss, weight, first=first, max_norm=max_norm)
+            verdict = parts.exchange()
+        else:
+            prepared, verdict = outcome
         position, samples = self._feed.record_step(attempted, run.attempt)
         if attempted == self._first_step:
             if not turn.number:
@@ -271,6 +279,8 @@ class Monitor(MonitorBase):
         if self._probe.has_loss:
             self._probe.rehearse(attempted, parts.own_loss)
         self._update(verdict, prepared, max_norm)
+        if has_new_groups:
+            device.shadow.follow_modules(run.given.model)
         ready = parts.report(
             verdict,
             prepared,

@@ -49,10 +49,10 @@ def test_the_vector_keeps_its_order():
     ) == fields.rank0  # fmt: skip
     assert (
         "weighted_loss", "weight", "overflow", "failed", "bad_squares", "num_gradients",
-        "nonfinite_params", "norm_before_clip", "nonfinite_state", "snapshot_missed", "digest",
-        "terminating", "holds_evaluated", "probe_ready", "replicas",
+        "nonfinite_params", "norm_before_clip", "groups", "nonfinite_state", "snapshot_missed",
+        "digest", "terminating", "holds_evaluated", "probe_ready", "replicas",
     ) == fields.rank  # fmt: skip
-    assert ("loss", "digest", "replicas") == fields.exact
+    assert ("loss", "groups", "digest", "replicas") == fields.exact
 
 
 def test_two_features_cannot_have_the_same_slot():

@@ -242,7 +242,7 @@ def watched_twice(p):
 
 
 def a_group_added_later(p):
-    with p.watch():
+    with trainer_hooks.attach(p.model, p.optimizer):
         p.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
 
@@ -396,7 +396,7 @@ REFUSED = {
     a_parameter_in_two_optimizers: ("parameter '0.weight' is in two optimizers", "to one"),
     an_optimizer_that_needs_a_closure: (r"LBFGS.step\(\) needs closure", "takes no closure"),
     watched_twice: ("the optimizer is already guarded", r"close\(\) the earlier monitor first"),
-    a_group_added_later: ("a parameter group was added after watch", "add all groups first"),
+    a_group_added_later: ("a parameter group was added after attach", "add all groups first"),
     early_stopping_by_its_name: ("early_stopping is a str", "EarlyStopping"),
     a_scheduler_stepped_by_the_loop_too: (
         r"StepLR.step\(\) was called by the loop before step 1, as well as by monitor.step\(\)",
@@ -509,14 +509,15 @@ def scalars_that_are_no_numbers(p):
 
 
 def a_group_slipped_past_the_guard(p):
-    def each(monitor, loss):
-        monitor.step(loss)
-        if monitor.step_index == 5:
-            group = {**p.optimizer.param_groups[0], "params": [nn.Parameter(torch.zeros(1))]}
-            p.optimizer.param_groups.append(group)
-
-    monitor = train(p, each=each)
-    assert monitor.swallowed_errors == {"param_groups": STEPS - 5}
+    with trainer_hooks.attach(p.model, p.optimizer) as attached:
+        for step in range(STEPS):
+            if step == 5:
+                group = {**p.optimizer.param_groups[0], "params": [nn.Parameter(torch.zeros(1))]}
+                p.optimizer.param_groups.append(group)
+            attached.loss(p.backward())
+            p.optimizer.step()
+            p.optimizer.zero_grad()
+    assert attached.swallowed_errors == {"param_groups": STEPS - 5}
 
 
 def an_alert_whose_name_changes_at_every_step(p):
@@ -544,7 +545,7 @@ TOLD = {
     a_scheduler_of_another_optimizer: "StepLR sets the rates of another SGD than the one given to",
     losses_by_name_as_the_loss: "the loss is a dict; it must be one number",
     scalars_that_are_no_numbers: "accuracy is a list; a scalar must be one number",
-    a_group_slipped_past_the_guard: "the optimizers have 2 parameter groups, but had 1 at watch()",
+    a_group_slipped_past_the_guard: "the optimizers have 2 parameter groups, but had 1 at attach()",
     an_alert_whose_name_changes_at_every_step: "a run can have at most 100 alert names",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -124,6 +125,48 @@ class DeviceParts:
             if part is not None:
                 part.release()
 
+    def adopt_groups(self, model: nn.Module, ranks: Ranks, faults: FaultCounter) -> None:
+        """Measure and guard parameter groups that the loop has added. Collective.
+
+        Call before the exchange of a step, after all earlier steps were read back: numbers in
+        flight have the old layout. Buffers keep their copies from before the current forward.
+
+        Raises:
+            UsageError: a parameter is in two groups, or the new groups need the verdict on the
+                host and the others do not (or the reverse).
+        """
+        engines: list[LoopOptimizers] = []
+
+        def rebuild() -> None:
+            engines.append(LoopOptimizers(model, self.optimizers, self.scaler))
+            if engines[0].reads_verdict != self.engine.reads_verdict:
+                engines.pop().release()
+                raise UsageError(
+                    "a parameter group was added that is fused, but the others are not, or the "
+                    "reverse: the host would read the steps' numbers at another time",
+                    hint="leave `fused` out of the new group: it takes the optimizer's setting",
+                )
+
+        on_every_rank(ranks, rebuild)
+        for guard in self.engine.guards:
+            guard.release()
+        self.engine = engine = engines[0]
+        self.norms = engine.norms(ranks)
+        if self.sampler is not None:
+            settings = self.sampler.settings
+            self.sampler.release()
+            self.sampler = _build_signal_sampler(
+                settings, model, self.norms, ranks, faults, self.optimizers
+            )
+        fields, lag = self.packer.layout.fields, self.readback.lag
+        layout, self.readback = _exchange_parts(self.norms, self.sampler, ranks, fields, lag)
+        self.packer = ReduceVector(layout, self.norms.device)
+        if self.averages is not None:
+            self.averages.follow_groups(self.optimizers)
+        self.memory = MemoryEstimate(model, self.optimizers, self.norms.device)
+        names = [turn.name for turn in self.turns[1:]]
+        self.turns = _optimizer_turns(self.optimizers, engine.guards, names)
+
 
 def build_device_parts(
     model: nn.Module,
@@ -137,25 +180,29 @@ def build_device_parts(
     engine: UpdateEngine | None = None,
     names: Sequence[str] = (),
     fields: VectorFields = CORE_FIELDS,
+    *,
+    takes_groups: bool = False,
 ) -> DeviceParts:
-    """Create everything on the device, from vector to verdict. Collective: ranks compare parts."""
+    """Create everything on the device, from vector to verdict. Collective: ranks compare parts.
+
+    ``takes_groups``: the caller calls ``adopt_groups`` when the loop adds parameter groups.
+    """
     state = state or {}
     steps_by_itself = engine is not None
     engine = _guard_optimizers(model, optimizers, schedulers, scaler, ranks, state, signals, engine)
     norms = engine.norms(ranks)
     sampler = _build_signal_sampler(signals, model, norms, ranks, faults, optimizers)
-    sampled, own_numbers = (0, 0) if sampler is None else (sampler.pack_size, sampler.own_size)
-    layout = ReduceVectorLayout.of(len(norms.names), ranks, sampled, fields)
     memories = registered_hook_memory(model, state)
     shadow = StepShadows(BufferShadow(model), *memories.values())
     # If one optimizer needs the verdict on the host, every step waits for it: no lag then.
     lag = 0 if engine.reads_verdict else 1
-    size = layout.size + NUM_FIGURES + own_numbers
+    layout, readback = _exchange_parts(norms, sampler, ranks, fields, lag)
     checked = () if steps_by_itself else optimizers
     if scaler is not None:
         GIVEN_SCALERS.add(scaler)
     for optimizer in optimizers:
-        optimizer.add_param_group = _refuse_added_group  # type: ignore[method-assign]
+        guarded = MethodType(_add_group, optimizer) if takes_groups else _refuse_added_group
+        optimizer.add_param_group = guarded  # type: ignore[method-assign]
     return DeviceParts(
         optimizers=optimizers,
         schedulers=schedulers,
@@ -169,7 +216,7 @@ def build_device_parts(
         joinables=joinables(model, optimizers),
         extra={n: s if isinstance(s, HasStateDict) else memories[n] for n, s in state.items()},
         warnings=_find_likely_mistakes(model, checked, schedulers, state),
-        readback=AsyncCopy[HostMeasurements](lag=lag, size=size, device=norms.device),
+        readback=readback,
         sampler=sampler,
         sections=None
         if steps_by_itself
@@ -177,6 +224,16 @@ def build_device_parts(
         memory=MemoryEstimate(model, optimizers, norms.device),
         turns=_optimizer_turns(optimizers, engine.guards, names),
     )
+
+
+def _exchange_parts(
+    norms: GradNorms, sampler: SignalSampler | None, ranks: Ranks, fields: VectorFields, lag: int
+) -> tuple[ReduceVectorLayout, AsyncCopy[HostMeasurements]]:
+    """Return the layout of the reduce vector, and the queue in which its numbers are read back."""
+    sampled, own_numbers = (0, 0) if sampler is None else (sampler.pack_size, sampler.own_size)
+    layout = ReduceVectorLayout.of(len(norms.names), ranks, sampled, fields)
+    size = layout.size + NUM_FIGURES + own_numbers
+    return layout, AsyncCopy[HostMeasurements](lag=lag, size=size, device=norms.device)
 
 
 def _optimizer_turns(
@@ -285,19 +342,23 @@ def _refuse_signals(signals: object) -> None:
 
 def _refuse_guarded(optimizers: Iterable[Optimizer]) -> None:
     """Refuse device parts for optimizers that an open monitor guards already."""
-    if any(
-        vars(optimizer).get("add_param_group") is _refuse_added_group for optimizer in optimizers
-    ):
+    replaced = [vars(optimizer).get("add_param_group") for optimizer in optimizers]
+    if any(getattr(m, "__func__", m) in (_refuse_added_group, _add_group) for m in replaced):
         raise UsageError(
             "the optimizer is already guarded: its step would be judged twice",
             hint="close() the earlier monitor first: monitor.close(), or leave its `with`",
         )
 
 
+def _add_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+    """Replace ``add_param_group`` as a mark of a guarded optimizer; the next step adopts it."""
+    type(optimizer).add_param_group(optimizer, param_group)
+
+
 def _refuse_added_group(param_group: dict[str, Any]) -> None:
     """Replace ``add_param_group``: the vector has no place to measure or guard its parameters."""
     raise UsageError(
-        "a parameter group was added after watch()",
-        hint="add all groups first (a learning rate of 0 keeps one unchanged), or close this "
-        "monitor and call watch() again",
+        "a parameter group was added after attach()",
+        hint="add all groups first (a learning rate of 0 keeps one unchanged); in your own loop, "
+        "watch() takes groups that are added later",
     )

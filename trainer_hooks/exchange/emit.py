@@ -111,6 +111,7 @@ class _StepRow:
             clipped = None
         known = measured.learning_rates[: self._num_groups]
         rates = [None if rate is None else rate * factor for rate in known]
+        rates += [None] * (self._num_groups - len(rates))  # of groups that the loop has removed
         own = (*self._host_values(measured), *self._record(record), factor, clipped)
         return self._in_order((*own, *rates, *others))
 
@@ -342,6 +343,15 @@ class Emitter:
             if self._put_off is not None and in_main:
                 self._make_put_off_call()
 
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Return the names of the layers in a rank's rows, by their ids."""
+        return self._layers.names
+
+    def follow_layers(self, layers: LayerAggregator) -> None:
+        """Write the rows of these layers from now on; known layers must have the same ids."""
+        self._layers, self._layers_named = layers, False
+
     @_fail_open_write
     def layers(
         self,
@@ -421,6 +431,10 @@ class StepLog:
         self._faults = faults
         self._is_rank0 = is_rank0
         self.tokens = TokenCount()
+
+    def count_parameters(self, num_parameters: int) -> None:
+        """Use the number of trained parameters for the utilization of the steps from now on."""
+        self._columns.utilization.count_parameters(num_parameters)
 
     def write(
         self,
@@ -521,15 +535,21 @@ class LayerAggregator:
     """Adds up squares by layer, a parameter's name without its last part; modules may be added."""
 
     def __init__(
-        self, names: Sequence[str], modules: Sequence[str] = (), parts: Sequence[slice] = (ALL,)
+        self,
+        names: Sequence[str],
+        modules: Sequence[str] = (),
+        parts: Sequence[slice] = (ALL,),
+        *,
+        known: Sequence[str] = (),
     ) -> None:
+        """``known``: layers that keep their ids, which are their positions."""
         self._parts = parts
         owners = [_layer_of(name) for name in names]
-        of_parameters = tuple(dict.fromkeys(owners))
-        self._num_layers = len(of_parameters)
-        self.names = tuple(dict.fromkeys((*of_parameters, *modules)))
+        self.names = tuple(dict.fromkeys((*known, *owners, *modules)))
         position = {name: i for i, name in enumerate(self.names)}
         self._owner = [position[owner] for owner in owners]
+        self._owners = frozenset(self._owner)
+        self._num_layers = max(self._owner) + 1
 
     def norms(self, squares: Sequence[float], part: slice = ALL) -> list[float | None]:
         """Return, for layers' rows, the L2 norm of each layer that has parameters in ``part``."""
@@ -570,7 +590,7 @@ class LayerAggregator:
         writes = [self._largest_changes(w) for w in (samples.weight_writes, samples.moment_writes)]
         damaged_layers = set(map(_layer_of, samples.nonfinite_parameters))
         for layer, name in enumerate(self.names):
-            has_parameters = layer < self._num_layers
+            has_parameters = layer in self._owners
             norms = [norms[layer] if norms and has_parameters else None for norms in by_layer]
             if name in damaged_layers:
                 norms[1] = math.nan  # the weight norm, also in a step that does not sample it
@@ -599,7 +619,7 @@ class Rank0Columns:
     def __init__(
         self, utilization: Utilization, sampler: SignalSampler | None, world_size: int
     ) -> None:
-        self._utilization = utilization
+        self.utilization = utilization
         self._overflows = 0
         self._recent: deque[bool] = deque(maxlen=_OVERFLOW_WINDOW)
         self._noise: NoiseScale | None = None
@@ -619,14 +639,14 @@ class Rank0Columns:
     ) -> dict[str, Value]:
         """Return rank 0's additional columns of the steps stream; call once per step."""
         if measured.flops is not None:
-            self._utilization.use_counted_flops(measured.flops, tokens)
+            self.utilization.use_counted_flops(measured.flops, tokens)
         seconds = measured.times.duration
         columns: dict[str, Value] = {
             "verdict": derived.verdict_column(record),
             "culprit_rank": _culprit(record),
             "nonfinite_params": record.nonfinite_params,
             "tokens_per_second": tokens / seconds if tokens is not None and seconds else None,
-            "mfu_ratio": self._utilization.ratio(tokens, seconds),
+            "mfu_ratio": self.utilization.ratio(tokens, seconds),
             "loss_spread": _spread(losses),
             "max_norm": None if measured.clip_unknown else measured.max_norm,
             "auto_max_norm": measured.auto_max_norm,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer_hooks.exchange.reduce_vector import VectorFields
+from trainer_hooks.features.added_groups import AddedGroupsFeature
 from trainer_hooks.features.agreement import AgreementFeature
 from trainer_hooks.features.attempts import AttemptsFeature
 from trainer_hooks.features.auto_clip import AutoClipFeature
@@ -24,6 +25,7 @@ from trainer_hooks.features.user_alerts import UserAlertsFeature
 from trainer_hooks.step.feature import StepFeature
 
 FEATURES: list[type[StepFeature]] = [
+    AddedGroupsFeature,
     FirstStepsFeature,
     ProfilingFeature,
     CommandsFeature,

@@ -31,10 +31,7 @@ class GuardedAverages:
 
     def __init__(self, state: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
         self._emas = emas_in(state)
-        self._names = {
-            id(optimizer): [ema.names_of(params_of([optimizer])) for ema in self._emas]
-            for optimizer in optimizers
-        }
+        self._names = self._names_by_optimizer(optimizers)
         self._updates = [
             _GuardedAverage(averaged, optimizers)
             for averaged in state.values()
@@ -42,6 +39,19 @@ class GuardedAverages:
         ]
         for ema in self._emas:
             ema.watch()
+
+    def _names_by_optimizer(self, optimizers: Sequence[Optimizer]) -> dict[int, list[list[str]]]:
+        """Return the names of averaged parameters, by optimizer id and for each ``EMA``."""
+        return {
+            id(optimizer): [ema.names_of(params_of([optimizer])) for ema in self._emas]
+            for optimizer in optimizers
+        }
+
+    def follow_groups(self, optimizers: Sequence[Optimizer]) -> None:
+        """Guard the averages of parameters in groups that were added since."""
+        self._names = self._names_by_optimizer(optimizers)
+        for update in self._updates:
+            update.follow_groups(optimizers)
 
     @property
     def is_swapped(self) -> bool:
@@ -118,13 +128,17 @@ class _GuardedAverage:
 
     def __init__(self, average: AveragedModel, optimizers: Sequence[Optimizer]) -> None:
         self._average = average
-        self._held = {id(o): {*map(id, params_of([o]))} for o in optimizers} or {_ENGINE: set()}
+        self.follow_groups(optimizers)
         self._bad: dict[int, Tensor] = {}
         """Verdict of each optimizer's last step, the latest last."""
-        self._owners: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
         self._late: AsyncCopy[tuple[Tensor, Tensor]] | None = None
         self._waits = False
         average.update_parameters = self  # type: ignore[method-assign]
+
+    def follow_groups(self, optimizers: Sequence[Optimizer]) -> None:
+        """Determine again which optimizer moves which parameters of the average."""
+        self._held = {id(o): {*map(id, params_of([o]))} for o in optimizers} or {_ENGINE: set()}
+        self._owners: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
         """Copy and pickle as the original method of the average's copy."""

@@ -99,6 +99,10 @@ class StepShadows:
         for part in self._parts:
             part.settle(bad)
 
+    def follow_modules(self, model: nn.Module) -> None:
+        """Keep the buffers of modules that the loop has added since; call like ``keep``."""
+        self._parts = (BufferShadow(model), *self._parts[1:])
+
     @property
     def buffers(self) -> RestorableData:
         """Return the part for the model's buffers, which a skipped step restores."""
@@ -504,6 +508,11 @@ class LoopOptimizers:
     def norms(self, ranks: Ranks) -> GradNorms:
         """Return the object that measures the guarded parameters' gradients. Collective."""
         return GradNorms(self._params, ranks, self._pieces)
+
+    def release(self) -> None:
+        """Restore the optimizers to their original state."""
+        for guard in self.guards:
+            guard.release()
 
     @property
     def reads_verdict(self) -> bool:

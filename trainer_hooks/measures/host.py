@@ -297,8 +297,14 @@ class Utilization:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._peak = peak or peak_flops(name)
         self._world_size = world_size
+        self._is_estimated = not flops_per_token
         self._per_token = flops_per_token or transformer_flops_per_token(num_parameters)
         self._per_step: float | None = None
+
+    def count_parameters(self, num_parameters: int) -> None:
+        """Measure with another number of parameters, if the FLOPs are estimated from it."""
+        if self._is_estimated:
+            self._per_token = transformer_flops_per_token(num_parameters)
 
     def use_counted_flops(self, flops: float, tokens: int | None) -> None:
         """Use the FLOPs that one rank counted in a step; ``tokens`` counts all ranks' tokens.
@@ -306,6 +312,7 @@ class Utilization:
         If the tokens are unknown, later steps are assumed to have the same size.
         """
         of_all_ranks = flops * self._world_size
+        self._is_estimated = False
         if tokens:
             self._per_token, self._per_step = of_all_ranks / tokens, None
         else:
@@ -329,6 +336,11 @@ def learning_rates(optimizers: Sequence[Optimizer]) -> list[float | None]:
     """Measure the learning rate of each group; None for a CUDA tensor: reading it would wait."""
     rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     return [lr if type(lr) is float else _plain_rate(lr) for lr in rates]
+
+
+def group_sizes(optimizers: Sequence[Optimizer]) -> list[int]:
+    """Measure the number of parameters of each group."""
+    return [len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
 
 
 def _plain_rate(rate: Any) -> float | None:

@@ -697,6 +697,11 @@ class SnapshotRing:
         """Discard every snapshot: the loop has loaded another state."""
         self._drop_snapshots(list(self._entries), detail, "retired")
 
+    def follow_groups(self) -> None:
+        """Include added parameter groups in the next snapshots; ``forget`` the earlier ones."""
+        self._state.follow_groups()
+        self.forget_plans()
+
     def _evict(self) -> None:
         """Discard the oldest snapshot, except the latest healthy one."""
         protected = self.newest_healthy()
@@ -876,6 +881,10 @@ class RecoveryManager:
         self._lag = lag
         self._groups = groups or (tuple(range(ranks.world_size)),)
         self._has_differed = False
+        self._first_restorable = 0
+        """Step from which checkpoints have the current parameter groups."""
+        self._trusts_next = False
+        """Whether the next snapshot is healthy as soon as it is committed."""
         self._packs_before_save = 0
         """Reduce vectors that may have been filled before the latest save started."""
 
@@ -1052,13 +1061,33 @@ class RecoveryManager:
             _LOG.warning("vitals: %s", text)
         self._emitter.note("replicas_differ", text, "warning", step=step, attempt=attempt)
 
+    def drop_targets(self, step: int) -> None:
+        """Make no state from before ``step`` a target: it lacks added parameter groups.
+
+        Checkpoints on disk are kept, but this start does not roll back to them.
+        """
+        self.ring.before_update()
+        self.ring.forget("a parameter group was added")
+        self._wrong, self._on_disk = None, ()
+        self._first_restorable, self._saved_at = step + 1, step
+        self._emit_checkpoint_changes()
+
+    def follow_groups(self, *, trusted: bool) -> None:
+        """Take the next snapshot, at the end of the step, with the added parameter groups.
+
+        ``trusted``: it is healthy as soon as it is committed, because the steps before were.
+        """
+        self.ring.follow_groups()
+        self._trusts_next = trusted
+
     # ------------------------------------------------------------------------------- each step
 
     def after_step(self, next_step: int, attempt: int, meta: Callable[[], Meta]) -> None:
         """Take a snapshot if one is due."""
         if self.ring.due(next_step):
             num_missed = self.ring.num_missed
-            wrong = self.ring.capture(next_step, attempt, meta())
+            trusted, self._trusts_next = self._trusts_next, False
+            wrong = self.ring.capture(next_step, attempt, meta(), trusted=trusted)
             is_missed = self.ring.num_missed > num_missed
             self._wrong = (next_step, None if is_missed else wrong)
 
@@ -1135,7 +1164,8 @@ class RecoveryManager:
     def _add_saved_checkpoint(self, step: int, attempt: int) -> None:
         """Add a checkpoint that is now complete to the possible targets of a rollback."""
         is_listed = any((ref.step, ref.attempt) == (step, attempt) for ref in self._on_disk)
-        if attempt and not is_listed and self._plan.plan.is_in_lineage(step, attempt):
+        is_usable = attempt and step >= self._first_restorable
+        if is_usable and not is_listed and self._plan.plan.is_in_lineage(step, attempt):
             from trainer_hooks.recovery.checkpoints.manifest import checkpoint_id
 
             name = checkpoint_id(step, attempt)

@@ -38,6 +38,7 @@ from trainvitals.detect.replicas import (
     format_ranks,
     vote_on_fingerprints,
 )
+from trainvitals.errors import UsageError
 
 ROUND = EVERY
 """Steps in which every parameter is compared once."""
@@ -229,6 +230,37 @@ class Replicas:
             and key not in self._dropped
             and live[key].device == state.device
         }
+
+    def follow_groups(self, added: Mapping[str, Tensor]) -> None:
+        """Compare the parameters of added groups too; ``added`` by their names. Collective.
+
+        Call with the gradients of a step.
+
+        Raises:
+            UsageError: the gradients of one differ between ranks that must be equal.
+        """
+        self._state.follow_groups()
+        if self._params:
+            self._params = _own_group(self._state.holders(self._ranks.world_size))[1]
+        self._lay_out()
+        sums = {
+            name: _gradient_checksum(param)
+            for name, param in added.items()
+            if f"model.{name}" in self._compared and not hasattr(param, "to_local")
+        }
+        everyone = self._ranks.gather(sums)
+        for name in sums:
+            vote = vote_on_fingerprints(
+                [rank_sums.get(name, 0) for rank_sums in everyone], self.groups
+            )
+            if vote.apart:
+                raise UsageError(
+                    f"the gradient of {name}, which was added to an optimizer, differs between "
+                    f"ranks ({format_ranks(vote.apart)}): DDP does not average it, because it did "
+                    "not require a gradient when DDP was created",
+                    hint="wrap the model in DDP before freezing it, with "
+                    "find_unused_parameters=True; or wrap it again, and call watch() again",
+                )
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -630,6 +662,14 @@ def _agree_on_groups(offers: Sequence[_RankInfo]) -> tuple[Groups, str]:
             "replica; settings are"
         )
     return (), "replicas are not compared: the ranks do not keep their parameters alike"
+
+
+def _gradient_checksum(param: Tensor) -> int:
+    """Return a checksum of a replica's gradient, at least 1; waits for the device."""
+    if param.grad is None:
+        return 1
+    data = param.grad.detach().to_dense().cpu().contiguous().view(-1).view(torch.uint8)
+    return 1 + zlib.crc32(data.numpy().tobytes())
 
 
 def _differing_tensors(

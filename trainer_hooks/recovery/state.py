@@ -78,6 +78,13 @@ class TrainingState:
         self._schedulers = list(schedulers)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._extra = dict(extra or {})
+        self._look_up_parameters()
+        nonfinite = self.nonfinite()
+        live = self.tensors()
+        self._finite_at_start = {k: TensorSpec.of(t) for k, t in live.items() if k not in nonfinite}
+
+    def _look_up_parameters(self) -> None:
+        """Find the parameters, and those that the optimizers train; a snapshot has all of them."""
         self._params: dict[str, Tensor] = {
             clean_name(n): p for n, p in self._model.named_parameters()
         }
@@ -87,9 +94,13 @@ class TrainingState:
             for i in range(len(self._optimizers))
             for name, _ in self._named_params(i)
         )
-        nonfinite = self.nonfinite()
-        live = self.tensors()
-        self._finite_at_start = {k: TensorSpec.of(t) for k, t in live.items() if k not in nonfinite}
+
+    def follow_groups(self) -> None:
+        """Include parameter groups, and parameters of the model, that were added since.
+
+        Snapshots taken before do not fit any more.
+        """
+        self._look_up_parameters()
 
     # -------------------------------------------------------------------------------- position
 
@@ -480,6 +491,15 @@ class TrainingState:
         self, saved: Mapping[str, TensorSpec], live: Mapping[str, Tensor], host: HostState
     ) -> None:
         """Raise if the saved state cannot be restored into this training."""
+        saved_groups = [len(groups) for groups in host["groups"]]
+        live_groups = [len(optimizer.param_groups) for optimizer in self._optimizers]
+        if saved_groups != live_groups:
+            raise mismatch_error(
+                f"the checkpoint has {_format_groups(saved_groups)}; the optimizers have "
+                f"{_format_groups(live_groups)} now",
+                hint="if the loop adds groups during training, add those of the checkpoint before "
+                "watch()",
+            )
         lazy = ("optim.", "scaler.")
         param_names = {
             name for i in range(len(self._optimizers)) for name, _ in self._named_params(i)
@@ -496,9 +516,6 @@ class TrainingState:
             owner = key.split(".", 2)[2].rsplit(".", 1)[0] if key.startswith("optim.") else ""
             if owner and owner not in param_names:
                 raise mismatch_error(f"{key} belongs to a parameter that no optimizer has now")
-        groups = [len(o.param_groups) for o in self._optimizers]
-        if [len(g) for g in host["groups"]] != groups:
-            raise mismatch_error("the optimizers have other parameter groups than the checkpoint's")
         if len(host["schedulers"]) != len(self._schedulers):
             raise mismatch_error(
                 f"{len(host['schedulers'])} schedulers were saved; {len(self._schedulers)} now"
@@ -625,11 +642,18 @@ def _flat_holders(model: nn.Module) -> dict[int, tuple[int, ...]]:
     return holders
 
 
-def mismatch_error(text: str) -> CheckpointError:
+def mismatch_error(
+    text: str,
+    hint: str = "restore with the same model, optimizers, schedulers and watch(state=...)",
+) -> CheckpointError:
     """Return the error of a checkpoint that does not match the training."""
-    return CheckpointError(
-        text, hint="restore with the same model, optimizers, schedulers and watch(state=...)"
-    )
+    return CheckpointError(text, hint=hint)
+
+
+def _format_groups(counts: Sequence[int]) -> str:
+    """Return the number of parameter groups of each optimizer in a checkpoint as text."""
+    each = " and ".join(map(str, counts))
+    return f"{each} parameter group{'s' if counts != [1] else ''}"
 
 
 def _inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:

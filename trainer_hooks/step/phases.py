@@ -35,6 +35,7 @@ from trainer_hooks.measures.host import (
     HostMeasurements,
     SettingChange,
     device_memory,
+    group_sizes,
     learning_rates,
     weight_decay,
 )
@@ -96,8 +97,7 @@ class StepPhases:
         self._tokens_per_step = tokens_per_step
         self.micro = MicroLosses(device.optimizers)
         """Losses given for the current step."""
-        self._settings = GroupSettings(device.optimizers)
-        self._num_groups = sum(len(o.param_groups) for o in device.optimizers)
+        self.follow_groups()
         self._rates: list[float | None] = [None] * self._num_groups
         self._lr_factor = 1.0
         self._weight_decay: float | None = None
@@ -114,6 +114,17 @@ class StepPhases:
         """Optimizers that the current step moves."""
         self._no_scale = torch.full((1,), math.nan, dtype=torch.float64, device=device.norms.device)
         self.forget_row()
+
+    def follow_groups(self) -> None:
+        """Read the settings of the current parameter groups from the next step on."""
+        optimizers = self._device.optimizers
+        self._settings, self._group_sizes = GroupSettings(optimizers), group_sizes(optimizers)
+        self._num_groups = len(self._group_sizes)
+
+    @property
+    def has_new_groups(self) -> bool:
+        """Whether the loop has changed the optimizers' parameter groups since the last step."""
+        return group_sizes(self._device.optimizers) != self._group_sizes
 
     def forget_row(self) -> None:
         """Start a new row of steps: count earlier withheld updates no longer."""
@@ -306,6 +317,27 @@ class StepPhases:
             norm_before_clip=norm,
             values=run.features.contribute(outgoing),
         )
+
+    def propose_groups(self, digest: int) -> tuple[Prepared, Verdict] | None:
+        """Compare the parameter groups that this rank has with the other ranks. Collective.
+
+        Call before a step's own exchange, on a rank with new groups. The exchange has the old
+        layout, because a rank without new groups makes its step's one meanwhile: it gets the digest
+        of the groups in its place and NaN as the gradients, so it skips its update.
+
+        Returns:
+            None if all ranks have the same new groups. Otherwise the step's outcome: a skip, after
+            which ``AddedGroupsFeature`` raises on all ranks.
+        """
+        packer = self._device.packer
+        packer.clear()
+        packer.squares.fill_(math.nan)
+        packer.fill(RankContribution(loss=None, weight=0.0, values={"groups": float(digest)}), None)
+        verdict = self.exchange()
+        numbers = ReducedNumbers(packer.layout, packer.pack.tolist())
+        if set(numbers.by_rank("groups")) == {float(digest)}:
+            return None
+        return Prepared([], False, False), verdict
 
     # ----------------------------------------------------------------------- from the exchange on
 
@@ -579,11 +611,11 @@ def _rank0_values(run: RunContext, outgoing: OutgoingStep) -> Rank0Values | None
 
 
 def _added_group_error(now: int, watched: int) -> UsageError:
-    """Return the step's error about parameter groups that were added after ``watch``."""
+    """Return the step's error about parameter groups that were added after ``attach``."""
     return UsageError(
-        f"the optimizers have {now} parameter groups, but had {watched} at watch(): gradients of "
+        f"the optimizers have {now} parameter groups, but had {watched} at attach(): gradients of "
         "groups added since are neither measured nor clipped",
-        hint="add all groups before watch(), or close this monitor and call watch() again",
+        hint="add all groups before attach(), or use watch(), which takes groups that are added",
     )
 
 
