@@ -540,12 +540,12 @@ class LayerAggregator:
         modules: Sequence[str] = (),
         parts: Sequence[slice] = (ALL,),
         *,
-        known: Sequence[str] = (),
+        first_layers: Sequence[str] = (),
     ) -> None:
-        """``known``: layers that keep their ids, which are their positions."""
+        """``first_layers``: layers that keep their ids, which are their positions."""
         self._parts = parts
         owners = [_layer_of(name) for name in names]
-        self.names = tuple(dict.fromkeys((*known, *owners, *modules)))
+        self.names = tuple(dict.fromkeys((*first_layers, *owners, *modules)))
         position = {name: i for i, name in enumerate(self.names)}
         self._owner = [position[owner] for owner in owners]
         self._owners = frozenset(self._owner)

@@ -40,7 +40,7 @@ def adopt_groups(
         TrainingHalted: an earlier step, which is judged only now, halts the run.
     """
     device, recovery = run.device, run.recovery
-    known = device.norms.names
+    earlier_names = device.norms.names
     if run.ranks.world_size > 1:
         outcome = parts.propose_groups(_digest_groups(run))
         if outcome is not None:
@@ -51,7 +51,7 @@ def adopt_groups(
     device.adopt_groups(run.given.model, run.ranks, run.faults)
     parts.follow_groups()
     names, sampler = device.norms.names, device.sampler
-    added, removed = _only_in(names, known), _only_in(known, names)
+    added, removed = _only_in(names, earlier_names), _only_in(earlier_names, names)
     if run.replicas is not None:
         params = dict(zip(names, device.norms.params, strict=True))
         run.replicas.follow_groups({name: params[name] for name in added})
@@ -65,7 +65,7 @@ def adopt_groups(
             names,
             () if sampler is None else sampler.measured_modules,
             tuple(turn.part for turn in device.turns),
-            known=run.emitter.layer_names,
+            first_layers=run.emitter.layer_names,
         )
     )
     run.log.count_parameters(device.norms.num_parameters)
