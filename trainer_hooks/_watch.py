@@ -92,6 +92,7 @@ def watch(
     on_hang: OnHang = "alert",
     total_steps: int | None = None,
     schedule: Declared | None = None,
+    pipeline: Any = None,
     **misplaced: Never,
 ) -> Monitor:
     """Guard a training loop. Call on all ranks, after wrapping and before the first step.
@@ -148,6 +149,9 @@ def watch(
             optimizers a list), or a shape, ``LRSchedule(kind="cosine", warmup_steps=1000)`` or
             ``"cosine"``, ``"linear"``, ``"wsd"`` (with ``total_steps``) or ``"constant"``. A
             difference is reported once; Vitals does not act on it.
+        pipeline: the schedule of ``torch.distributed.pipelining`` that runs this rank's stage,
+            ``ScheduleGPipe`` or ``Schedule1F1B``; ``model`` is the module of the stage. Ranks
+            without the last stage call ``monitor.step()`` without a loss.
         misplaced: refused; the error names the method of the monitor that takes the argument.
 
     Returns:
@@ -184,6 +188,7 @@ def watch(
         on_hang=on_hang,
         total_steps=total_steps,
         schedule=schedule,
+        pipeline=pipeline,
     )
     parts = build_monitor_parts(arguments)
     if parts is None:
@@ -238,6 +243,7 @@ def build_monitor_parts(arguments: WatchArguments) -> MonitorParts | None:
         arguments.names,
         vector_fields(),
         takes_groups=arguments.takes_groups,
+        stage=arguments.stage(),
     )
     with ExitStack() as undo:
         undo.callback(device.release)  # a failed setup leaves the optimizers unchanged

@@ -23,6 +23,7 @@ from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.recovery.manager import CheckpointSettings
 from trainer_hooks.tensors.gradients import NamedModels, unwrap
+from trainer_hooks.tensors.pipeline import PipelineStage, stages_of
 from trainvitals.auto_clip import MaxNorm, refuse_max_norm
 from trainvitals.detect.outliers import LossKind
 from trainvitals.detect.posttraining.names import (
@@ -69,6 +70,8 @@ class WatchArguments:
     on_hang: OnHang = "alert"
     total_steps: int | None = None
     schedule: Declared | None = None
+    pipeline: Any = None
+    """Schedule of ``torch.distributed.pipelining`` that runs the model, which is one stage."""
     names: tuple[str, ...] = ()
     """Names of the optimizers, if they may take turns (GAN)."""
     owns_clip: bool = True
@@ -80,7 +83,11 @@ class WatchArguments:
     @property
     def takes_groups(self) -> bool:
         """Whether the loop may add parameter groups: Vitals controls its step and optimizers."""
-        return self.owns_step and self.engine is None
+        return self.owns_step and self.engine is None and self.pipeline is None
+
+    def stage(self) -> PipelineStage | None:
+        """Return the rank's stage of the pipeline given to ``watch``; None without one."""
+        return None if self.pipeline is None else PipelineStage.of(self.pipeline)
 
     def meaning_of_loss(self) -> LossKind:
         """Return the kind of loss; by default that of the task, otherwise of the models."""
@@ -154,6 +161,7 @@ class WatchArguments:
             _check_on_collapse(self)
             _check_scheduler_every(self.scheduler_every)
             _check_on_hang(self.on_hang)
+            _check_pipeline(self)
             self.declared_schedule()
             scaled = self.scaler is not None and self.scaler.is_enabled()
             mode = _effective_mode(self.mode, environ, checkpoints, owns_step=self.owns_step)
@@ -318,6 +326,37 @@ def _check_on_hang(value: object) -> None:
         raise UsageError(
             f"on_hang is {value!r}; it must be 'alert' or 'restart'",
             hint="'restart' ends a job that hangs, so that torchrun --max-restarts starts it again",
+        )
+
+
+def _check_pipeline(arguments: WatchArguments) -> None:
+    """Refuse a ``pipeline`` that cannot be watched, and a stage that is watched without one."""
+    stages = stages_of(arguments.model)
+    if arguments.pipeline is None:
+        if stages:
+            raise UsageError(
+                f"the model is stage {stages[0].number} of a pipeline with {stages[0].num_stages} "
+                "stages",
+                hint="watch(stage_module, optimizer, pipeline=schedule); attach() and the adapters "
+                "do not support pipelines",
+            )
+        return
+    PipelineStage.of(arguments.pipeline)
+    if isinstance(arguments.model, NamedModels):
+        raise UsageError(
+            "pipeline was given with several models; the model must be the module of one stage",
+            hint="watch(stage_module, optimizer, pipeline=schedule)",
+        )
+    if getattr(arguments.signals, "measures", False):
+        raise UsageError(
+            "signals are not measured in a pipeline, because its ranks hold different layers",
+            hint="leave watch(signals=...) out",
+        )
+    if any(hasattr(parameter, "to_local") for parameter in arguments.model.parameters()):
+        raise UsageError(
+            "the stage of the pipeline is sharded (FSDP2 or tensor parallelism), which is not "
+            "supported",
+            hint="watch stages of plain modules, one per rank",
         )
 
 

@@ -139,6 +139,11 @@ class Monitor(MonitorBase):
             UsageError: ``epochs`` is not a whole number, ``probe`` is not a function, or another
                 argument is invalid.
         """
+        if probe is not None and self._run.given.pipeline is not None:
+            raise UsageError(
+                "probe was given in a pipeline, where a forward of one rank cannot compute a loss",
+                hint="leave the probe out: monitor.batches(loader)",
+            )
         stream = self._feed.batches(
             loader,
             epochs=epochs,

@@ -44,6 +44,7 @@ from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.stateful import HasStateDict
 from trainer_hooks.tensors.events import AsyncCopy
 from trainer_hooks.tensors.gradients import ALL, GradNorms
+from trainer_hooks.tensors.pipeline import PipelineStage
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 
@@ -182,14 +183,18 @@ def build_device_parts(
     fields: VectorFields = CORE_FIELDS,
     *,
     takes_groups: bool = False,
+    stage: PipelineStage | None = None,
 ) -> DeviceParts:
     """Create everything on the device, from vector to verdict. Collective: ranks compare parts.
 
     ``takes_groups``: the caller calls ``adopt_groups`` when the loop adds parameter groups.
+    ``stage``: place of this rank in a pipeline.
     """
     state = state or {}
     steps_by_itself = engine is not None
-    engine = _guard_optimizers(model, optimizers, schedulers, scaler, ranks, state, signals, engine)
+    engine = _guard_optimizers(
+        model, optimizers, schedulers, scaler, ranks, state, signals, engine, stage
+    )
     norms = engine.norms(ranks)
     sampler = _build_signal_sampler(signals, model, norms, ranks, faults, optimizers)
     memories = registered_hook_memory(model, state)
@@ -222,7 +227,7 @@ def build_device_parts(
         if steps_by_itself
         else _build_section_timer(model, ranks, norms.device, faults),
         memory=MemoryEstimate(model, optimizers, norms.device),
-        turns=_optimizer_turns(optimizers, engine.guards, names),
+        turns=_optimizer_turns(optimizers, engine.guards, names if stage is None else None),
     )
 
 
@@ -237,11 +242,16 @@ def _exchange_parts(
 
 
 def _optimizer_turns(
-    optimizers: tuple[Optimizer, ...], guards: tuple[OptimizerGuard, ...], names: Sequence[str]
+    optimizers: tuple[Optimizer, ...],
+    guards: tuple[OptimizerGuard, ...],
+    names: Sequence[str] | None,
 ) -> tuple[OptimizerGroup, ...]:
-    """Return each possible step's optimizers and slice of the vector, in the optimizers' order."""
+    """Return each possible step's optimizers and slice of the vector, in the optimizers' order.
+
+    ``names`` is None if all optimizers step together.
+    """
     turns = [OptimizerGroup(0, "", optimizers, guards, ALL)]
-    if len(optimizers) < 2 or len(guards) != len(optimizers):
+    if names is None or len(optimizers) < 2 or len(guards) != len(optimizers):
         return tuple(turns)
     start = 0
     for i, (optimizer, guard) in enumerate(zip(optimizers, guards, strict=True)):
@@ -261,6 +271,7 @@ def _guard_optimizers(
     state: Mapping[str, Any],
     signals: SignalSettings | None,
     engine: UpdateEngine | None,
+    stage: PipelineStage | None,
 ) -> UpdateEngine:
     """Guard the optimizers by the verdict on the device; refuse unguardable setups. Collective."""
     engines = [] if engine is None else [engine]
@@ -272,7 +283,7 @@ def _guard_optimizers(
         _refuse_signals(signals)
         if engine is not None:
             return [type(optimizer).__name__ for optimizer in optimizers]
-        loop_optimizers = LoopOptimizers(model, optimizers, scaler)
+        loop_optimizers = LoopOptimizers(model, optimizers, scaler, stage)
         engines.append(loop_optimizers)
         return [
             f"{type(g.optimizer).__name__}(found_inf={g.on_device})" for g in loop_optimizers.guards
@@ -358,7 +369,7 @@ def _add_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
 def _refuse_added_group(param_group: dict[str, Any]) -> None:
     """Replace ``add_param_group``: the vector has no place to measure or guard its parameters."""
     raise UsageError(
-        "a parameter group was added after attach()",
-        hint="add all groups first (a learning rate of 0 keeps one unchanged); in your own loop, "
-        "watch() takes groups that are added later",
+        "a parameter group was added after attach() or watch(pipeline=...)",
+        hint="add all groups first (a learning rate of 0 keeps one unchanged); in your own loop "
+        "without a pipeline, watch() takes groups that are added later",
     )

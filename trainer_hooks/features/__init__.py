@@ -14,6 +14,7 @@ from trainer_hooks.features.commands import CommandsFeature
 from trainer_hooks.features.early_stopping import EarlyStoppingFeature
 from trainer_hooks.features.expected_change import ExpectedChangeFeature
 from trainer_hooks.features.first_steps import FirstStepsFeature
+from trainer_hooks.features.pipeline import PipelineFeature
 from trainer_hooks.features.post_training import PostTrainingFeature
 from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.features.profiling import ProfilingFeature
@@ -26,6 +27,7 @@ from trainer_hooks.step.feature import StepFeature
 
 FEATURES: list[type[StepFeature]] = [
     AddedGroupsFeature,
+    PipelineFeature,
     FirstStepsFeature,
     ProfilingFeature,
     CommandsFeature,

@@ -346,7 +346,10 @@ class StepPhases:
         packer, ranks = self._device.packer, self._run.ranks
         if ranks.world_size > 1:
             pack = packer.pack
-            self._exchange = self.clock.exchange(pack.device, lambda: ranks.reduce(pack))
+            took = self.clock.exchange(pack.device, lambda: ranks.reduce(pack))
+            # The stages of a pipeline end backward one after the other: the others' wait for the
+            # first stage would make its rank a straggler.
+            self._exchange = took if self._run.given.pipeline is None else None
         if not self._run.given.owns_clip:
             packer.undo_clip()
         verdict = self._judge()

@@ -205,8 +205,8 @@ def check_alike(names: list[list[str]]) -> None:
             raise UsageError(
                 f"rank {rank} trains {len(other)} parameters and rank 0 {len(names[0])}; they "
                 f"differ in {', '.join(odd)}",
-                hint="all ranks must watch the same parameters in the same order; pipeline stages "
-                "are not supported",
+                hint="all ranks must watch the same parameters in the same order; for the stages "
+                "of a pipeline use watch(..., pipeline=schedule)",
             )
 
 
@@ -396,13 +396,13 @@ class GradNorms:
     def __init__(
         self, params: dict[str, Tensor], ranks: Ranks, pieces: Mapping[int, Piece] | None = None
     ) -> None:
-        self.names = tuple(params)
+        self.names = self.local_names = tuple(params)
         self.params: Sequence[Tensor] = tuple(params.values())
         self.device = local_tensor(self.params[0]).device
         self._sharded = [param for param in self.params if hasattr(param, "placements")]
         mine = shards_of(params, pieces or {})
         everyone = ranks.gather(mine)
-        check_alike([[name for name, _ in rank] for rank in everyone])
+        self._check_names(everyone)
         self.share = torch.tensor(shares(mine, everyone), dtype=torch.float64, device=self.device)
         self.replicated = all(theirs == mine for theirs in everyone)
         self.num_parameters = num_elements(everyone)
@@ -416,6 +416,10 @@ class GradNorms:
             for param in self.params
         )
         """Whether each gradient is usually measured as it is."""
+
+    def _check_names(self, everyone: Sequence[Sequence[Shard]]) -> None:
+        """Refuse gradients of other parameters on another rank, given each rank's shards."""
+        check_alike([[name for name, _ in rank] for rank in everyone])
 
     def align(self) -> None:
         """Redistribute the gradients of sharded parameters to their layout; may be a collective."""
@@ -506,4 +510,4 @@ class GradNorms:
         """Return the names of local parameters with NaN or Inf; waits for the device."""
         counts = [nonfinite_count([p], self.device) for p in self.local_parameters()]
         are_bad = torch.stack(counts).tolist()
-        return [name for name, is_bad in zip(self.names, are_bad, strict=True) if is_bad]
+        return [name for name, is_bad in zip(self.local_names, are_bad, strict=True) if is_bad]

@@ -1,0 +1,100 @@
+"""A training by ``torch.distributed.pipelining`` with one stage per rank, watched or bare."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+STEPS, BATCH, MICRO = 14, 16, 4
+BAD = (3, 4, 9)
+"""Steps that are left out of the bare program, and are bad in the watched one."""
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+OPTIMIZERS = {
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "sgd-momentum-fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+}
+
+
+class Block(nn.Module):
+    """Each stage has a parameter, a buffer and names that the others have too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Tanh())
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def split(rank, size):
+    """Return this rank's slice of one sequence, whose names differ from those of the others."""
+    torch.manual_seed(5)
+    whole = nn.Sequential(*(layer for _ in range(size) for layer in (nn.Linear(8, 8), nn.Tanh())))
+    return whole[2 * rank : 2 * rank + 2]
+
+
+class Pipelined:
+    """One rank of the training; equal names on all stages unless ``distinct``."""
+
+    def __init__(self, optimizer="adamw-fused", schedule="gpipe", *, distinct=False):
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(self.rank)
+        self.module = split(self.rank, self.size) if distinct else Block()
+        self.is_last = self.rank == self.size - 1
+        # Without these, torch runs the later stages on uninitialized memory to learn the shapes,
+        # which the statistics of batch norm keep.
+        chunk = torch.zeros(BATCH // MICRO, 8)
+        moved = torch.zeros(BATCH // MICRO, 8, requires_grad=True)
+        received = chunk if self.rank == 0 else moved
+        device = torch.device("cpu")
+        stage = PipelineStage(self.module, self.rank, self.size, device, received, moved)
+        self.schedule = SCHEDULES[schedule](stage, MICRO, loss_fn=nn.functional.mse_loss)
+        self.optimizer = OPTIMIZERS[optimizer](self.module.parameters())
+        self.hook = None
+
+    def backward(self, step, factor=1.0):
+        """Run the schedule on a step's data; return the loss on the last stage, otherwise None."""
+        torch.manual_seed(1000 * step + self.rank)
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(BATCH, 8, generator=generator)
+        arguments = (x * factor,) if self.rank == 0 else ()
+        if not self.is_last:
+            self.schedule.step(*arguments)
+            return None
+        losses = []
+        self.schedule.step(*arguments, target=x.flip(1), losses=losses)
+        return torch.stack(losses).mean()
+
+    def bits(self):
+        """Return this rank's model and optimizer state."""
+        state = dict(self.module.state_dict())
+        for i, param in enumerate(self.module.parameters()):
+            held = self.optimizer.state.get(param, {})
+            state |= {f"{i}.{name}": value for name, value in held.items()}
+        return {k: v.clone() for k, v in state.items() if isinstance(v, torch.Tensor)}
+
+    def run_bare(self, *, without=BAD, steps=STEPS, max_norm=None):
+        """Train without Vitals, without the updates of some steps."""
+        for step in range(steps):
+            if step in without:
+                continue
+            self.backward(step)
+            if max_norm is not None:
+                self.clip(max_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self.bits()
+
+    def norm(self):
+        """Return the norm of all stages' gradients."""
+        grads = [p.grad.double() for p in self.module.parameters() if p.grad is not None]
+        square = torch.stack([grad.square().sum() for grad in grads]).sum()
+        dist.all_reduce(square)
+        return square.sqrt()
+
+    def clip(self, max_norm):
+        """Clip to the norm of all stages."""
+        norm = self.norm()
+        for param in self.module.parameters():
+            param.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).float())

@@ -1,0 +1,188 @@
+"""What each rank does in ``test_pipelines``; results go to a file by rank."""
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
+
+import trainer_hooks
+from tests.support.inside import device_of, events_of, records_of
+from tests.trainer_hooks.pipelined import BAD, STEPS, Pipelined
+from tests.trainer_hooks.thawing import alike
+from trainvitals.errors import UsageError
+from trainvitals.records import FindingRaised
+
+NAN = float("nan")
+
+
+def watch(training, **settings):
+    return trainer_hooks.watch(
+        training.module, training.optimizer, pipeline=training.schedule, **settings
+    )
+
+
+def skips(schedule, optimizer, **settings):
+    """NaN in the data of the first stage; compare with the program without these updates."""
+    expected = Pipelined(optimizer, schedule, **settings).run_bare()
+    training = Pipelined(optimizer, schedule, **settings)
+    losses, norms = [], []
+    with watch(training) as monitor:
+        records = records_of(monitor)
+        findings = events_of(monitor)
+        for step in range(STEPS):
+            loss = training.backward(step, NAN if step in BAD else 1.0)
+            losses.append(None if loss is None else loss.item())
+            norms.append(training.norm().item())
+            monitor.step(loss)
+    good = [step for step in range(STEPS) if step not in BAD]
+    return {
+        "exact": alike(expected, training.bits()),
+        "names": device_of(monitor).norms.names,
+        "losses": [losses[step] for step in good],
+        "norms": [norms[step] for step in good],
+        "recorded losses": [records[step].loss for step in good],
+        "recorded norms": [records[step].grad_norm for step in good],
+        "skipped": [record.step for record in records if record.skipped],
+        "reasons": [e.finding.reason for e in findings if isinstance(e, FindingRaised)],
+        "faults": monitor.swallowed_errors,
+    }
+
+
+def bad_gradient(bad_rank):
+    """NaN in a gradient of one stage, with a finite loss."""
+    training = Pipelined()
+    weight = training.module.layers[0].weight
+    with watch(training) as monitor:
+        records, findings = records_of(monitor), events_of(monitor)
+        for step in range(6):
+            loss = training.backward(step)
+            if step == 3:
+                before = training.bits()
+            if step == 3 and training.rank == bad_rank:
+                weight.grad[0, 0] = NAN
+            monitor.step(loss)
+            if step == 3:
+                after = training.bits()
+    return {
+        "changed": [k for k in after if not torch.equal(after[k], before[k])],
+        "ranks": [record.nonfinite_ranks for record in records if record.nonfinite_ranks],
+        "skipped": [record.step for record in records if record.skipped],
+        "reasons": [e.finding.reason for e in findings if isinstance(e, FindingRaised)],
+    }
+
+
+def clips():
+    """Return the largest difference from a clip by the norm of all stages."""
+    bare, training = Pipelined("sgd-momentum-fused"), Pipelined("sgd-momentum-fused")
+    expected = bare.run_bare(without=(), max_norm=0.05)
+    with watch(training) as monitor:
+        for step in range(STEPS):
+            monitor.step(training.backward(step), max_norm=0.05)
+    found = training.bits()
+    return max((found[k].double() - expected[k].double()).abs().max().item() for k in found)
+
+
+def heals(folder, schedule):
+    """A weight of the first stage turns NaN; then the run is started again from its checkpoint."""
+    expected = Pipelined(schedule=schedule).run_bare(without=())
+    where = trainer_hooks.CheckpointSettings(
+        directory=Path(folder) / schedule, healthy_after=2, snapshot_every=2, save_every=4
+    )
+    training, back, done = Pipelined(schedule=schedule), [], []
+    with watch(training, mode="heal", checkpoints=where) as monitor:
+        findings = events_of(monitor)
+        while monitor.step_index < STEPS:
+            step = monitor.step_index
+            if step == 8 and training.rank == 0 and not done:
+                done.append(step)
+                training.module.layers[0].weight.data[0, 0] = NAN
+            outcome = monitor.step(training.backward(step))
+            back += [] if outcome.rolled_back_to is None else [outcome.rolled_back_to]
+    found = {
+        "exact": alike(expected, training.bits()),
+        "back": back,
+        "reasons": [e.finding.reason for e in findings if isinstance(e, FindingRaised)],
+        "faults": monitor.swallowed_errors,
+    }
+    os.environ["VITALS_RUN_ID"] = monitor.run_id
+    again = Pipelined(schedule=schedule)
+    for param in again.module.parameters():
+        nn.init.ones_(param)
+    with watch(again, mode="heal", checkpoints=where) as monitor:
+        found["resumed"] = monitor.step_index
+        while monitor.step_index < STEPS:
+            monitor.step(again.backward(monitor.step_index))
+    del os.environ["VITALS_RUN_ID"]
+    return found | {"exact after a restart": alike(expected, again.bits())}
+
+
+def refusals():
+    """Return the error of each setup that is refused, by its name."""
+    device, texts = torch.device("cpu"), {}
+    training = Pipelined()
+    module, optimizer = training.module, training.optimizer
+    rank = training.rank
+
+    def refused(name, call):
+        try:
+            with call():
+                texts[name] = ""
+        except UsageError as error:
+            texts[name] = error.text
+
+    watched = partial(trainer_hooks.watch, module, optimizer)
+    refused("no pipeline", watched)
+    refused("attach", lambda: trainer_hooks.attach(module, optimizer))
+    refused("not a schedule", lambda: watched(pipeline=module))
+    signals = trainer_hooks.SignalSettings(weight_norm=True)
+    refused("signals", lambda: watched(pipeline=training.schedule, signals=signals))
+    stages = [PipelineStage(module, rank + 2 * i, 4, device) for i in (0, 1)]
+    several = ScheduleInterleaved1F1B(stages, 2, loss_fn=nn.functional.mse_loss)
+    refused("several stages", lambda: watched(pipeline=several))
+    wrong = ScheduleGPipe(PipelineStage(module, rank, 2 + rank, device), 2)
+    refused("another pipeline", lambda: watched(pipeline=wrong))
+    with watch(training) as monitor:
+        try:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+        except UsageError as error:
+            texts["added group"] = error.text
+        try:
+            monitor.batches([1], probe=lambda batch: 0.0)
+        except UsageError as error:
+            texts["probe"] = error.text
+    return texts
+
+
+def cases(rank, folder, *, world_size):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size
+    )
+    torch.set_num_threads(1)
+    os.environ |= {
+        "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size), "VITALS_LADDER_MARGIN": "2",
+    }  # fmt: skip
+    found = {
+        "skips": {
+            "gpipe adamw-fused": skips("gpipe", "adamw-fused"),
+            "gpipe adamw, other names": skips("gpipe", "adamw", distinct=True),
+            "1f1b sgd-momentum-fused": skips("1f1b", "sgd-momentum-fused"),
+        },
+        "heals": {"1f1b": heals(folder, "1f1b")},
+    }
+    if world_size == 2:
+        found["skips"]["1f1b adamw"] = skips("1f1b", "adamw")
+        found["heals"]["gpipe"] = heals(folder, "gpipe")
+        found["bad gradient"] = [bad_gradient(0), bad_gradient(1)]
+        found["clips"] = clips()
+        found["refusals"] = refusals()
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+two = partial(cases, world_size=2)
+four = partial(cases, world_size=4)

@@ -1,0 +1,131 @@
+"""Pipelines of torch.distributed.pipelining, one stage per rank: one norm, one verdict, exact."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.house.pages import block
+from tests.support.examples import one_in
+from tests.trainer_hooks.pipelined import BAD
+from tests.trainer_hooks.ranks_pipelined import four, two
+from tests.trainer_hooks.spawned import spawned
+
+pytestmark = pytest.mark.dist
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "pipelines.md"
+UNKNOWN = "loss is nan (stage unknown: a NaN of any stage reaches the loss)"
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory):
+    return spawned(two, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory):
+    return spawned(four, tmp_path_factory.mktemp("four"), ranks=4)
+
+
+@pytest.fixture(params=one_in(2, ["of_two", "of_four"]))
+def found(request):
+    return request.getfixturevalue(request.param)
+
+
+def test_skips_are_exact_on_every_stage(found):
+    for rank in found:
+        for name, case in rank["skips"].items():
+            assert case["exact"], name
+            assert case["skipped"] == list(BAD), name
+            assert case["faults"] == {}, name
+
+
+def test_the_norm_counts_every_stage_once_and_the_loss_is_the_last_stage_s(found):
+    for name in found[0]["skips"]:
+        expected = found[-1]["skips"][name]
+        for rank in found:
+            case = rank["skips"][name]
+            assert case["recorded norms"] == pytest.approx(expected["norms"], rel=1e-6), name
+            assert case["recorded losses"] == pytest.approx(expected["losses"], rel=1e-6), name
+
+
+def test_equal_names_of_stages_get_the_stage_and_other_names_stay(found):
+    for rank in found:
+        same = rank["skips"]["gpipe adamw-fused"]["names"]
+        assert [f"stage{i}.layers.0.weight" for i in range(len(found))] == same[::4]
+        other = rank["skips"]["gpipe adamw, other names"]["names"]
+        assert ["0.weight", "0.bias"] == [name.removeprefix("stage0.") for name in other[:2]]
+
+
+def test_a_nan_loss_does_not_blame_the_last_stage(found):
+    assert [UNKNOWN] * len(BAD) == found[0]["skips"]["gpipe adamw-fused"]["reasons"]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_nan_gradient_names_the_rank_and_its_stage(of_two, bad):
+    for rank in of_two:
+        case = rank["bad gradient"][bad]
+        # Forward's writes are undone too, so these differ from the state before the step.
+        assert all("running" in key or "batches" in key for key in case["changed"])
+        assert case["skipped"] == [3]
+        assert case["ranks"] == [[bad]]
+    (reason,) = of_two[0]["bad gradient"][bad]["reasons"]
+    assert f"on rank {bad} (stage {bad} of the pipeline)" in reason
+
+
+def test_a_rollback_and_a_restart_are_exact_on_every_stage(found):
+    for rank in found:
+        for name, case in rank["heals"].items():
+            assert case["exact"], name
+            assert len(case["back"]) == 1, name
+            assert 0 < case["resumed"], name
+            assert case["exact after a restart"], name
+            assert case["faults"] == {}, name
+    for case in found[0]["heals"].values():
+        assert any("(stage 0 of the pipeline)" in reason for reason in case["reasons"])
+
+
+def test_a_clip_uses_the_norm_of_all_stages(of_two):
+    assert all(rank["clips"] < 1e-6 for rank in of_two)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("no pipeline", "of a pipeline with 2 stages"),
+        ("attach", "of a pipeline with 2 stages"),
+        ("not a schedule", "it must be a schedule"),
+        ("signals", "signals are not measured in a pipeline"),
+        ("several stages", "has several stages per rank"),
+        ("another pipeline", "rank 0: stage 0 of 2, rank 1: stage 1 of 3"),
+        ("added group", "a parameter group was added after attach() or watch(pipeline=...)"),
+        ("probe", "probe was given in a pipeline"),
+    ],
+)
+def test_what_is_not_supported_is_refused_on_every_rank(of_two, name, text):
+    for rank in of_two:
+        assert text in rank["refusals"][name]
+
+
+def test_the_program_of_the_guide_runs_on_two_ranks(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(block(PAGE, "test: ranks").body)
+    settings = {"VITALS_AGENT": "off", "OMP_NUM_THREADS": "1", "VITALS_SHM": str(tmp_path)}
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            program,
+        ],
+        cwd=tmp_path,
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert "finished after 100 steps: no updates skipped" in ended.stderr, ended.stderr
