@@ -32,6 +32,18 @@ NEVER_IN_A_RANK = {
 
 OPTIONAL_PARTS = {"sqlalchemy.orm", "sqlalchemy.dialects.postgresql", "torch"}
 """Large modules that no directory needs, besides the packages of each program."""
+NO_DIRECTORY = {
+    *("numpy.ma", "trainvitals.testing", "vitals_collector.api", "vitals_collector.cluster"),
+    *("vitals_collector.alerts.worker", "vitals_collector.numbers.lake_engine"),
+    *("vitals_collector.report.replay", "vitals_collector.report.svg_plot"),
+}
+"""Slow modules that a command on a directory does not need."""
+FINDINGS = {
+    *("trainvitals.detect.fleet", "trainvitals.hindsight", "trainvitals.policy"),
+    *("vitals_collector.alerts", "vitals_collector.live.live_monitor", "vitals_collector.report"),
+    *("vitals_collector.live.step_join", "vitals_collector.queries.incidents"),
+}
+"""Modules about findings, decisions and incidents: the list of runs needs none of them."""
 RUN_COMMAND = """
 import contextlib, io
 from trainvitals.cli.main import main
@@ -66,15 +78,19 @@ def test_a_command_line_holds_no_other_library_s():
     assert {"rich", "pygments"} & modules == set()
 
 
-@pytest.mark.parametrize("command", ["runs {}", "show {}", "why {} 40"])
+@pytest.mark.parametrize(
+    ("command", "unneeded"),
+    [("runs {}", NO_DIRECTORY | FINDINGS), ("show {}", NO_DIRECTORY), ("why {} 40", NO_DIRECTORY)],
+)
 def test_a_command_on_a_directory_imports_no_package_of_servers_and_clients(
-    command: str, tmp_path: Path
+    command: str, unneeded: set[str], tmp_path: Path
 ):
     with through_a_folder(story(), tmp_path):
         arguments = command.format(tmp_path / "runs").split()
     modules = modules_after_each(RUN_COMMAND.format(arguments=arguments))[-1]
     large = OPTIONAL_PARTS.union(*PACKAGES.values())
     assert {"msgspec", "numpy", "sqlalchemy", "typer"} == modules & large
+    assert set() == modules & unneeded
 
 
 def test_the_hooks_add_only_themselves_to_torch_and_msgspec():

@@ -16,8 +16,6 @@ from trainvitals.units import humanize_count
 from vitals_collector.cli.opening import CollectorOptions, RunChoice
 from vitals_collector.cli.writing import TableFormat, TableOutput
 from vitals_collector.queries.open import Reader
-from vitals_collector.queries.user_alerts import user_alert_episodes
-from vitals_collector.report import run_tables
 
 MAX_EVENTS = 20
 """Maximum number of latest events that ``show`` prints; ``--format json`` has all."""
@@ -79,6 +77,8 @@ def write_run(
     reader: Reader, run_id: str, form: TableFormat, to: TextIO, *, names: bool = False
 ) -> None:
     """Write a run's data for `vitals show` except its curves' values; ``names`` lists series."""
+    from vitals_collector.report import run_tables
+
     detail = reader.ask(views.RunQuestion(run_id=run_id))
     ledger = reader.ask(views.DecisionsQuestion(run_id=run_id))
     saved = reader.ask(views.CheckpointsQuestion(run_id=run_id))
@@ -130,6 +130,8 @@ def _waits_traces_and_alerts(
     findings: Sequence[views.FindingView], events: Sequence[views.EventView]
 ) -> Iterator[TableBlock]:
     """Yield the tables of waits and hangs, of traces, and of custom alerts; some may be empty."""
+    from vitals_collector.queries.user_alerts import user_alert_episodes
+
     waits = [
         (
             format_time(v.time_unix_ns),

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from sqlalchemy import Connection, bindparam, case, select, update
 
 from trainvitals.identity import Identity
-from trainvitals.policy.evidence import describe_reading
 from trainvitals.records import (
     AttemptStarted,
     BatchNoted,
@@ -132,6 +131,8 @@ def describe_event(event: Event | None) -> str:
         case DecisionMade(decision=decision):
             return f"{decision.action}: {decision.reason}"
         case StateRead():
+            from trainvitals.policy.evidence import describe_reading  # rare, and much to import
+
             return describe_reading(event)
         case CommandAcknowledged(ack=ack):
             return f"command {ack.number} {ack.status}: {ack.detail}"

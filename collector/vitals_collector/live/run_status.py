@@ -18,8 +18,7 @@ from sqlalchemy import Connection, Row, Select, select
 from trainvitals.errors import UNREADABLE
 from trainvitals.records import Decision, Finding
 from trainvitals.views import Health, RunState
-from vitals_collector.live.step_join import MOST_RANKS
-from vitals_collector.numbers.interface import rank_of
+from vitals_collector.numbers.interface import MAX_RANKS, rank_of
 from vitals_collector.storage.schema import decisions, events, findings, runs, sources
 
 _FINAL: tuple[RunState, ...] = ("halted", "failed", "interrupted", "finished")
@@ -351,7 +350,7 @@ def _never_heard(
     # If only rank 0 reports, the others are not monitored at all.
     if not is_due or len(present) < 2:
         return ()
-    expected = range(min(head.world_size, MOST_RANKS))
+    expected = range(min(head.world_size, MAX_RANKS))
     return tuple(sorted(set(expected) - {rank.rank for rank in present}))
 
 

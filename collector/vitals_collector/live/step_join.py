@@ -18,6 +18,7 @@ import numpy.typing as npt
 from trainvitals.catalog import LAYER_METRICS, STEP_METRICS
 from trainvitals.detect.fleet.base import MergedStep, Value
 from trainvitals.rows import Schema, column_of
+from vitals_collector.numbers.interface import MAX_RANKS, sorted_distinct
 
 Key = tuple[int, int]
 """Attempt and step: the order in which steps are merged."""
@@ -157,13 +158,13 @@ def merge_steps(parts: Sequence[WriterRows], layers: Sequence[LayerPart] = ()) -
     of_layers = _layers_by_step(layers)
     steps: list[MergedStep] = []
     num_missing = 0
-    for attempt in np.unique(np.concatenate([part.attempt for part in parts])).tolist():
+    for attempt in sorted_distinct(np.concatenate([part.attempt for part in parts])).tolist():
         attempt_parts = [part.take(part.attempt == attempt) for part in parts]
         attempt_parts = [part for part in attempt_parts if len(part)]
         width = max(
             max(int(p.origin.world_size.max()), int(p.origin.rank.max()) + 1) for p in attempt_parts
         )
-        every = np.unique(np.concatenate([part.step for part in attempt_parts]))
+        every = sorted_distinct(np.concatenate([part.step for part in attempt_parts]))
         size = max(1, _CELLS_AT_ONCE // width)
         for start in range(0, len(every), size):
             block = every[start : start + size]
@@ -285,8 +286,6 @@ Writer = tuple[str, str]
 """An incarnation and one of its streams."""
 
 BEFORE_ALL: Key = (-(2**63), -(2**63))
-MOST_RANKS = 16_384
-"""Ranks that are merged: a number in a batch's header must not cost memory without end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -429,10 +428,10 @@ class StepMerger:
     def add(self, rows: WriterRows, now_ns: int) -> None:
         """Add rows of ranks' steps; those of one writer in order."""
         self._advance_read_seqs(rows)
-        rows = rows.take(rows.origin.rank < MOST_RANKS)
+        rows = rows.take(rows.origin.rank < MAX_RANKS)
         if not len(rows):
             return
-        np.minimum(rows.origin.world_size, MOST_RANKS, out=rows.origin.world_size)
+        np.minimum(rows.origin.world_size, MAX_RANKS, out=rows.origin.world_size)
         self._positions.move(rows, self.merged)
         self.num_held += self._hold_rows(_HeldRows(now_ns, rows))
 
@@ -514,7 +513,7 @@ class StepMerger:
     @property
     def _num_ranks(self) -> int:
         """Return the number of ranks from which each step is joined."""
-        return min(self.world_size, MOST_RANKS) or len(self._positions.absent)
+        return min(self.world_size, MAX_RANKS) or len(self._positions.absent)
 
     def _complete_key(self) -> Key:
         """Return the key up to which the rows of every awaited writer have arrived."""

@@ -165,8 +165,17 @@ def is_of_lineage(attempt: Ints, step: Ints, end_of: Callable[[int], float]) -> 
 def _distinct(values: Ints) -> list[int]:
     """Return the distinct values of stored rows; fast if equal values are adjacent."""
     is_new = np.concatenate(([True], values[1:] != values[:-1]))[: len(values)]
-    distinct: list[int] = np.unique(values[is_new]).tolist()
+    distinct: list[int] = sorted_distinct(values[is_new]).tolist()
     return distinct
+
+
+def sorted_distinct(values: Ints) -> Ints:
+    """Return the distinct values in their order.
+
+    ``np.unique`` imports ``numpy.ma``: a twentieth of the start of a command.
+    """
+    ordered = np.sort(values)
+    return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))[: len(ordered)]]
 
 
 def _is_rising(values: Ints) -> bool:
@@ -436,6 +445,10 @@ def sort_columns(columns: Columns, names: Sequence[str]) -> Columns:
 def missing_column(num: int) -> ColumnValues:
     """Return a column of this many missing values, for rows that lack it."""
     return ColumnValues(np.zeros(num), np.ones(num, np.bool_))
+
+
+MAX_RANKS = 16_384
+"""Ranks of a run that are merged: a number in a batch's header must not cost memory without end."""
 
 
 @lru_cache(maxsize=1 << 16)  # called for every writer at each commit

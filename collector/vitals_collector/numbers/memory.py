@@ -33,6 +33,7 @@ from vitals_collector.numbers.interface import (
     points_of,
     rank_of,
     sort_columns,
+    sorted_distinct,
     texts_of,
     type_of,
 )
@@ -155,7 +156,7 @@ class MemoryNumberStore:
         """Return the last step of each attempt that has rows of the stream."""
         rows = self.scan(RowSpan(run_id, stream), ["attempt", "step"])
         attempt, step = rows["attempt"].values, rows["step"].values
-        return {i: int(step[attempt == i].max()) for i in np.unique(attempt).tolist()}
+        return {i: int(step[attempt == i].max()) for i in sorted_distinct(attempt).tolist()}
 
     def deleted_rows(self, run_id: str) -> list[DeletedRows]:
         """Return nothing: no rows in memory are rolled up."""

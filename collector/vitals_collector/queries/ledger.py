@@ -12,10 +12,8 @@ from sqlalchemy import Connection, Row, Table, select
 from trainvitals import records, views
 from trainvitals.catalog import TURN_METRICS
 from trainvitals.errors import UNREADABLE, UsageError
-from trainvitals.hindsight import AFTER, BEFORE, judge_decision_in_hindsight
 from trainvitals.identity import Source
 from trainvitals.units import humanize_count
-from vitals_collector.alerts.inbox import alert_from_row
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.ingest.tail_loss import num_lost_rows
 from vitals_collector.numbers.interface import RANKS, Columns, NumberStoreReader, RowSpan
@@ -150,6 +148,8 @@ def decisions_with_hindsight(
     steps = [view.decision.step for view in entries if not view.decision.acted]
     if not steps:
         return entries
+    from trainvitals.hindsight import AFTER, BEFORE, judge_decision_in_hindsight
+
     reach = (min(steps) - 2 * BEFORE, max(steps) + max(AFTER.values()))
     try:
         _, curve = curve_of(moment, run_id, "steps.loss", "", reach)
@@ -321,6 +321,8 @@ def annotations_of(connection: Connection, run_id: str) -> tuple[views.Annotatio
 
 def alerts_of(connection: Connection, run_id: str) -> tuple[views.AlertView, ...]:
     """Query the stored alerts of a run, the latest first."""
+    from vitals_collector.alerts.inbox import alert_from_row
+
     query = (
         select(schema.alerts)
         .where(schema.alerts.c.run_id == run_id)

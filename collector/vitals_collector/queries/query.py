@@ -1,7 +1,8 @@
 """Responds to every query about runs from the store, with the types of ``trainvitals.views``.
 
 One function per query, and one class for HTTP routes, the command line, and reading a directory
-without a server: their results cannot differ.
+without a server: their results cannot differ. A query about one matter imports its modules itself:
+`vitals runs` needs few of them.
 """
 
 import copy
@@ -9,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from msgspec.structs import asdict
@@ -19,7 +20,6 @@ from trainvitals import views
 from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
 from trainvitals.question import Question
-from vitals_collector.alerts import commands, inbox
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.live import overview
 from vitals_collector.live.run_status import Liveness
@@ -31,18 +31,15 @@ from vitals_collector.numbers.interface import (
     downsample_means,
     smooth,
 )
-from vitals_collector.queries import ledger, series, tables
-from vitals_collector.queries.attribution import first_change_text
-from vitals_collector.queries.difference import difference
-from vitals_collector.queries.forecast import forecast
+from vitals_collector.queries import ledger, series
 from vitals_collector.queries.goodput import GoodputCache
-from vitals_collector.queries.heatmap import cells
-from vitals_collector.queries.incidents import RunIncidents, incidents, read_incidents, run_verdict
-from vitals_collector.queries.top_changes import top_change_views
 from vitals_collector.retention.settings import VolumeSettings
-from vitals_collector.retention.sizes import volume_of
 from vitals_collector.storage.schema import runs
 from vitals_collector.storage.store import ReadSnapshot, SteadyClock, Store, unknown_run
+
+if TYPE_CHECKING:
+    from vitals_collector.alerts.inbox import NewestBy
+    from vitals_collector.queries.incidents import RunIncidents
 
 MAX_POINTS_AT_ONCE = 200_000
 MAX_MARKS = 20_000
@@ -88,7 +85,7 @@ class Query:
     display. A ``gpu_hour_price`` of 0 is not set. ``goodput`` is a shared cache of the sums.
     """
 
-    newest_alerts_by: inbox.NewestBy = "updated_unix_ns"
+    newest_alerts_by: "NewestBy" = "updated_unix_ns"
     reach: frozenset[str] | None = None
     """Runs that queries may read; None: all."""
 
@@ -204,6 +201,8 @@ def _configs(query: Query, _: views.ConfigsQuestion) -> dict[str, Config]:
 @answer_to(views.RunQuestion)
 def _run_detail(query: Query, question: views.RunQuestion) -> views.RunDetail:
     """Respond to the query for one run: summary, attempts, sources, metrics and volume."""
+    from vitals_collector.retention.sizes import volume_of
+
     with query.read() as moment:
         row = ledger.run_row(moment.sql, question.run_id)
         return views.RunDetail(
@@ -268,6 +267,8 @@ def _curve(query: Query, question: views.CurveQuestion) -> views.CurveReply:
 @answer_to(views.DifferenceQuestion)
 def _difference(query: Query, question: views.DifferenceQuestion) -> views.DifferenceReply:
     """Respond to the query for the difference of two runs' curves."""
+    from vitals_collector.queries.difference import difference
+
     with query.read(question.run_id, question.other) as moment:
         return difference(moment, question)
 
@@ -275,6 +276,8 @@ def _difference(query: Query, question: views.DifferenceQuestion) -> views.Diffe
 @answer_to(views.StepQuestion)
 def _step(query: Query, question: views.StepQuestion) -> views.StepView:
     """Respond to the query that explains one step: rows, findings, decisions, data."""
+    from vitals_collector.queries.attribution import first_change_text
+
     run_id, step = question.run_id, question.step
     query.update_findings(run_id)
     with query.read(run_id) as moment:
@@ -303,6 +306,8 @@ def _findings(query: Query, question: views.FindingsQuestion) -> tuple[views.Fin
 @answer_to(views.MoversQuestion)
 def _movers(query: Query, question: views.MoversQuestion) -> tuple[views.MoverView, ...]:
     """Respond to the query for the largest changes before a step."""
+    from vitals_collector.queries.top_changes import top_change_views
+
     query.update_findings(question.run_id)
     with query.read(question.run_id) as moment:
         return top_change_views(moment, question.run_id, question.step)
@@ -313,12 +318,22 @@ _answer_in_run(views.CheckpointsQuestion, lambda m, q: ledger.checkpoints_of(m.s
 _answer_in_run(views.EventsQuestion, lambda m, q: ledger.events_of(m.sql, q.run_id, q.kind))
 _answer_in_run(views.StacksQuestion, lambda m, q: ledger.stacks_of(m.sql, q.run_id))
 _answer_in_run(views.AnnotationsQuestion, lambda m, q: ledger.annotations_of(m.sql, q.run_id))
-_answer_in_run(views.CellsQuestion, cells)
+
+
+@answer_to(views.CellsQuestion)
+def _cells(query: Query, question: views.CellsQuestion) -> views.CellsReply:
+    """Respond to the query for the cells of a heat map."""
+    from vitals_collector.queries.heatmap import cells
+
+    with query.read(question.run_id) as moment:
+        return cells(moment, question)
 
 
 @answer_to(views.AlertsQuestion)
 def _alerts(query: Query, question: views.AlertsQuestion) -> tuple[views.AlertView, ...]:
     """Respond to the query for alerts, of one run or of all."""
+    from vitals_collector.alerts import inbox
+
     query.raise_alerts()
     return inbox.list_alerts(
         query.store,
@@ -333,6 +348,8 @@ def _alerts(query: Query, question: views.AlertsQuestion) -> tuple[views.AlertVi
 @answer_to(views.SilencesQuestion)
 def _silences(query: Query, question: views.SilencesQuestion) -> tuple[views.SilenceView, ...]:
     """Respond to the query for silences of alerts."""
+    from vitals_collector.alerts import inbox
+
     now = query.clock.time_ns()
     return inbox.list_silences(query.store, now_unix_ns=now, reach=query.reach)
 
@@ -340,6 +357,8 @@ def _silences(query: Query, question: views.SilencesQuestion) -> tuple[views.Sil
 @answer_to(views.CommandsQuestion)
 def _commands(query: Query, question: views.CommandsQuestion) -> tuple[views.CommandView, ...]:
     """Respond to the query for the manual commands of a run."""
+    from vitals_collector.alerts import commands
+
     now = query.clock.time_ns()
     return commands.list_commands(
         query.store, question.run_id, now_unix_ns=now, status=question.status
@@ -349,17 +368,23 @@ def _commands(query: Query, question: views.CommandsQuestion) -> tuple[views.Com
 @answer_to(views.IncidentsQuestion)
 def _incidents(query: Query, question: views.IncidentsQuestion) -> tuple[views.IncidentView, ...]:
     """Respond to the query for the incidents of a run."""
+    from vitals_collector.queries.incidents import incidents
+
     return _judge_run(query, question.run_id, incidents)
 
 
 @answer_to(views.VerdictQuestion)
 def _verdict(query: Query, question: views.VerdictQuestion) -> views.RunVerdict:
     """Respond to the query for the verdict on a run."""
+    from vitals_collector.queries.incidents import run_verdict
+
     return _judge_run(query, question.run_id, run_verdict)
 
 
-def _judge_run(query: Query, run_id: str, judge: Callable[[RunIncidents], A]) -> A:
+def _judge_run(query: Query, run_id: str, judge: Callable[["RunIncidents"], A]) -> A:
     """Run ``judge`` on a snapshot of the run, to query its incidents or its verdict."""
+    from vitals_collector.queries.incidents import read_incidents
+
     query.update_findings(run_id)
     with query.read(run_id) as moment:
         run = overview.load_run_summaries(moment.sql, query.liveness(), run_id)[0]
@@ -378,6 +403,8 @@ def _goodput(query: Query, question: views.GoodputQuestion) -> views.GoodputView
 @answer_to(views.ForecastQuestion)
 def _forecast(query: Query, question: views.ForecastQuestion) -> views.ForecastView:
     """Respond to the query for a run's forecast."""
+    from vitals_collector.queries.forecast import forecast
+
     others = (question.other,) if question.other else ()
     with query.read(question.run_id, *others) as moment:
         ids = (question.run_id, *others)
@@ -390,6 +417,8 @@ def _forecast(query: Query, question: views.ForecastQuestion) -> views.ForecastV
 @answer_to(views.TableQuestion)
 def _table(query: Query, question: views.TableQuestion) -> views.TableReply:
     """Respond to the query for rows of a table that match conditions."""
+    from vitals_collector.queries import tables
+
     if question.table == "alerts":
         query.raise_alerts()
     elif question.table == "findings":
