@@ -6,6 +6,8 @@ import os
 import sys
 import threading
 import time
+import warnings
+from contextlib import contextmanager
 
 import msgspec
 import pytest
@@ -374,6 +376,26 @@ def test_an_empty_variable_says_nothing(monkeypatch):
     loop = Loop(mode="guard")
     with loop.monitor as monitor:
         assert "guard" == run_of(monitor).mode
+
+
+def test_a_number_with_gradients_is_recorded_without_a_warning_of_torch():
+    loop = Loop(mode="guard")
+    with loop.monitor as monitor, warnings.catch_warnings(), warn_always():
+        warnings.simplefilter("error")
+        loss = loop.forward()
+        monitor.observe(mine=loss)
+        monitor.evaluate(other=loss)
+        assert {} == monitor.swallowed_errors
+
+
+@contextmanager
+def warn_always():
+    """Let torch repeat the warnings that it otherwise gives once per process."""
+    torch.set_warn_always(True)
+    try:
+        yield
+    finally:
+        torch.set_warn_always(False)
 
 
 ALONE = """

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, Protocol
 
 from msgspec.structs import replace
+from torch import Tensor
 
 from trainer_hooks.exchange.reduce_vector import ReducedNumbers, VerdictFigures
 from trainer_hooks.failopen import FaultCounter
@@ -306,7 +307,9 @@ class Emitter:
     def _number(self, name: str, value: object, *, step: int, attempt: int) -> float | None:
         """Return a user's scalar as a number to write; count and report an invalid one."""
         try:
-            return float(value)  # type: ignore[arg-type]
+            # Torch warns about a number that is taken from a tensor with gradients.
+            plain = value.detach() if isinstance(value, Tensor) else value
+            return float(plain)  # type: ignore[arg-type]
         except Exception as error:  # noqa: BLE001 - a third-party __float__ may raise anything
             refusal = not_a_number(name, value)
             self._faults.count("scalars", refusal)
