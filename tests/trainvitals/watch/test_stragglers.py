@@ -92,6 +92,18 @@ def test_a_late_rank_is_told_within_40_steps_with_its_cause(
     assert 55 <= finding.onset_step <= 65
 
 
+def test_noise_of_a_shared_processor_is_not_the_start_of_a_straggler() -> None:
+    def late(step: int, rank: int, part: str) -> float:
+        if rank != 1:
+            return 0.0
+        if part == "data_wait_seconds":
+            return 0.9 if step >= 60 else 0.0
+        return 0.05 if part == "forward_seconds" and 48 <= step < 60 else 0.0
+
+    (finding,) = told(trained(late, ranks=2, steps=120, noise=0.0))
+    assert (1, "straggler_data", 60) == (finding.rank, finding.cause, finding.onset_step)
+
+
 def test_the_finding_has_its_evidence_and_its_cost() -> None:
     def late(_step: int, rank: int, part: str) -> float:
         return 0.6 if (rank, part) == (3, "backward_seconds") else 0.0

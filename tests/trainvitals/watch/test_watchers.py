@@ -322,6 +322,20 @@ def test_the_rank_that_waits_for_data_alone_is_named() -> None:
     )
 
 
+@pytest.mark.parametrize("onset", [100, 107, 135])
+def test_a_wait_for_data_that_begins_within_a_block_is_dated_to_its_first_step(onset: int) -> None:
+    waits = f"data_wait_seconds[*] 0.01x{onset} 0.9x{200 - onset}"
+    (finding, *_) = watched(DataBoundWatcher(), f"step_duration_seconds[*] 1x200; {waits}")
+    assert (149, onset) == (finding.step, finding.onset_step)
+    assert ("in the last 50 steps" in finding.reason) == (onset != 100)
+
+
+def test_a_wait_of_every_fourth_step_is_dated_to_the_block_in_which_it_begins() -> None:
+    course = "step_duration_seconds[*] 1x100; data_wait_seconds[*]" + " 0x3 0.99x1" * 25
+    (finding,) = watched(DataBoundWatcher(), course)
+    assert finding.onset_step in range(4)
+
+
 # -------------------------------------------------------------------------- memory, losses
 
 

@@ -1,6 +1,7 @@
 """Waits for data, one rank's loss compared with the others', and wrong gradient sums."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from operator import add
 from typing import Annotated
 
@@ -168,15 +169,27 @@ class DataBoundWatcher(LastingWatcher):
             return ()
         rank = self._find_waiting_rank()
         who = f"rank {rank} alone spends" if rank >= 0 else "steps spend"
+        onset = self._find_onset()
+        of_block = "" if onset == self._start else f" in the last {len(self._waits)} steps"
         reason = (
             f"{who} {share:.0%} of the time waiting for batches, "
             f"{humanize_seconds(waited / len(pairs) * scale)} of "
-            f"{humanize_seconds(total / len(pairs) * scale)} a step, since step {self._start}"
+            f"{humanize_seconds(total / len(pairs) * scale)} a step{of_block}, since step {onset}"
         )
         return self._report(
-            step, reason, rank=rank, value=share, limit=config.share, onset_step=self._start,
+            step, reason, rank=rank, value=share, limit=config.share, onset_step=onset,
             cause="data_bound_rank" if rank >= 0 else "data_bound",
         )  # fmt: skip
+
+    def _find_onset(self) -> int:
+        """Return the step of the block from which its waits for data exceed the share (CUSUM).
+
+        Until then the sum of waits beyond the share falls, so it is lowest right before that step.
+        """
+        scale, share = max(self._durations), self._config.share
+        steps = zip(self._waits, self._durations, strict=True)
+        sums = [*accumulate(((w - share * d) / scale for w, d in steps), initial=0.0)]
+        return self._start + min(sums.index(min(sums)), len(self._waits) - 1)
 
     def _find_waiting_rank(self) -> int:
         """Return the only rank that waits long for its data; -1 if there is none."""

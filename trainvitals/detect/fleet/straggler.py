@@ -91,6 +91,8 @@ usual seconds."""
 _MOST_RANKS = 8
 """Maximum late ranks kept per step; the ranks of one node are late together."""
 _LONGEST_PERIOD = 5
+_LITTLE = 4
+"""A straggler does not start at a step whose lateness is this many times below the usual one."""
 _TRIMMED = 0.1
 """Share of the steps left out of the mean at either end."""
 
@@ -312,12 +314,19 @@ class _RankLateness(NamedTuple):
         return len(self.late)
 
     def onset(self, steps: int) -> int:
-        """Return the straggler's start in the window: from there on it is late in most steps."""
+        """Return the straggler's start in the window: from there on it is late in most steps.
+
+        A step counts by its lateness, compared with the latest steps: noise of a shared processor
+        before the start is much less.
+        """
         if self.num_late < steps:
             return next(i for i, figures in enumerate(self.figures) if figures is not None)
+        typical = upper_median([figures[1] for figures in self.late[-steps:]])
         best, start, balance = 0.0, len(self.figures) - 1, 0.0
         for i in reversed(range(len(self.figures))):
-            balance += 1.0 if self.figures[i] is not None else -1.5
+            figures = self.figures[i]
+            is_typical = figures is not None and figures[1] > typical / _LITTLE
+            balance += 1.0 if is_typical else -1.5
             if balance > best:
                 best, start = balance, i
         return start
