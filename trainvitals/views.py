@@ -1032,6 +1032,8 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
 class IncidentsQuestion(PerRunQuestion[tuple[IncidentView, ...]], frozen=True, kw_only=True):
     """Incidents with their story, latest first."""
 
+    incident_id: str = ""
+    """Only the incident with this id; "" for all."""
 
 class TableReply(msgspec.Struct, frozen=True, kw_only=True):
     """A table by columns, all of one length."""

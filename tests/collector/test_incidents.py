@@ -433,3 +433,13 @@ def test_many_incidents_are_bounded_and_the_gravest_are_told_whole(monkeypatch):
     assert [9_000, 8_000, 7_000, 6_000, 5_000, 4_000] == [one.onset_step for one in found]
     whole = [one.onset_step for one in found if "Too many incidents" not in one.story[1]]
     assert [9_000, 5_000] == whole
+
+
+def test_one_incident_is_read_by_its_id_as_it_is_among_all(store: Store):
+    troubled_run(store)
+    every = told(store)
+    assert 2 == len(every)
+    for view in every:
+        one = IncidentsQuestion(run_id=RUN, incident_id=view.incident_id)
+        assert (view,) == query(store).ask(one)
+    assert () == query(store).ask(IncidentsQuestion(run_id=RUN, incident_id="absent"))

@@ -100,15 +100,15 @@ class RunRecords:
         return alerting.alerts_for_finding(finding, run_id=view.run_id, loss_kind=self.loss_kind)
 
 
-def incidents(of_run: "RunIncidents") -> tuple[views.IncidentView, ...]:
-    """Query the incidents of a run, the latest first, with their evidence and text."""
-    gravest = sorted(
-        of_run.bundles, key=lambda each: -grouping.SEVERITIES.index(of_run.severity(each))
-    )
+def incidents(of_run: "RunIncidents", incident_id: str = "") -> tuple[views.IncidentView, ...]:
+    """Query the incidents of a run, the latest first, with their evidence and text.
+
+    With ``incident_id``, only that one: each has its own evidence to read.
+    """
+    bundles = [bundle for bundle in of_run.bundles if incident_id in ("", bundle.name)]
+    gravest = sorted(bundles, key=lambda each: -grouping.SEVERITIES.index(of_run.severity(each)))
     detailed = {id(bundle) for bundle in gravest[:MAX_EVIDENCE]}
-    return tuple(
-        _incident_view(of_run, each, is_whole=id(each) in detailed) for each in of_run.bundles
-    )
+    return tuple(_incident_view(of_run, each, is_whole=id(each) in detailed) for each in bundles)
 
 
 def run_verdict(of_run: "RunIncidents") -> views.RunVerdict:

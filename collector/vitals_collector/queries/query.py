@@ -370,7 +370,7 @@ def _incidents(query: Query, question: views.IncidentsQuestion) -> tuple[views.I
     """Respond to the query for the incidents of a run."""
     from vitals_collector.queries.incidents import incidents
 
-    return _judge_run(query, question.run_id, incidents)
+    return _judge_run(query, question.run_id, lambda run: incidents(run, question.incident_id))
 
 
 @answer_to(views.VerdictQuestion)

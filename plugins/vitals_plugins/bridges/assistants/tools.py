@@ -23,6 +23,7 @@ from trainvitals.views import (
     ForecastQuestion,
     GoodputQuestion,
     IncidentsQuestion,
+    IncidentView,
     RunQuestion,
     RunsQuestion,
     RunSummary,
@@ -66,6 +67,8 @@ MAX_QUERY = 300
 SQL_SECONDS = 20.0
 NUM_COLUMNS = 12
 """Columns of a heat map: each with the value furthest from the middle."""
+OTHER_MODES_CALL = 'search_docs(query="bad steps: evidence in guard and in heal")'
+"""Call that shows what another mode decides on the same evidence."""
 _MAX_ERROR = 800
 _UNITS = {"started, last_seen, time": "UTC", "loss": "unit of the loop's loss"}
 
@@ -187,23 +190,14 @@ class RunTools:
         """
         with self._open_run(run) as (reader, summary):
             run_id = summary.run_id
-            if not incident:
+            if not strip_data_marks(incident):
                 lines = reader.ask(VerdictQuestion(run_id=run_id)).incidents
                 return ToolResponse(
                     facts={"run_id": run_id_text(run_id), "num_incidents": len(lines)},
                     lists={"incidents": [incident_row(line) for line in lines]},
                     next=(f'incidents(run="{run_id}", incident=ID)',) if lines else (),
                 ).render(max_kb=max_kb)
-            views = reader.ask(IncidentsQuestion(run_id=run_id))
-        expected = _mark_incident_id(strip_data_marks(incident))
-        view = next(
-            (view for view in views if _mark_incident_id(view.incident_id) == expected), None
-        )
-        if view is None:
-            raise UsageError(
-                f"run {run_id} has no incident {incident[:80]!r}",
-                hint=f'incidents(run="{run_id}") lists them',
-            )
+            view = _find_incident(reader, run_id, incident)
         return ToolResponse(
             facts={
                 "run_id": run_id_text(run_id),
@@ -309,6 +303,7 @@ class RunTools:
                 )
             )
         curve = curve_points(reply.step, reply.value, reply.nonfinite)
+        shown = downsample_points(curve, most)
         numbers = [value for value in reply.value if value is not None]
         return ToolResponse(
             facts={
@@ -321,9 +316,9 @@ class RunTools:
                 "max": max(numbers, default=None),
                 "last": numbers[-1] if numbers else None,
             },
-            curve=downsample_points(curve, most),
+            curve=shown,
             units={"points": f"[step, {reply.unit or 'value without a unit'}]"},
-            omitted=_omitted_values_note(len(curve), reply.num_total),
+            omitted=_omitted_values_note(len(shown), reply.num_total),
         ).render(max_kb=max_kb)
 
     def compare(
@@ -459,11 +454,16 @@ class RunTools:
         views = [view for view in ledger if from_step <= view.decision.step <= to_step]
         rows = [decision_row(view) for view in reversed(views)]
         steps = [view.decision.step for view in views[-1:]]
+        calls = [f'why(run="{summary.run_id}", step={step})' for step in steps]
         return ToolResponse(
-            facts={"run_id": run_id_text(summary.run_id), "num_decisions": len(rows)},
+            facts={
+                "run_id": run_id_text(summary.run_id),
+                "mode": summary.mode,
+                "num_decisions": len(rows),
+            },
             lists={"decisions": rows},
             more={"decisions": "give from_step and to_step, or a larger max_kb"},
-            next=tuple(f'why(run="{summary.run_id}", step={step})' for step in steps),
+            next=[*calls, OTHER_MODES_CALL],
         ).render(max_kb=max_kb)
 
     def checkpoints(self, run: str = "", max_kb: int = DEFAULT_KB) -> str:
@@ -684,6 +684,30 @@ def run_sql(data: Path, query: str, limit: int) -> list[dict[str, Any]]:
 def _find(opened: OpenedReader, run: str) -> RunSummary:
     """Return the run that an assistant named in an MCP tool call."""
     return find_run(opened.reader, strip_data_marks(run))
+
+
+def _find_incident(reader: Reader, run_id: str, incident: str) -> IncidentView:
+    """Return the incident that an assistant named in an MCP tool call, as it was listed.
+
+    Raises:
+        UsageError: the run has no such incident.
+    """
+    name = strip_data_marks(incident)
+    views = reader.ask(IncidentsQuestion(run_id=run_id, incident_id=name))
+    if not views:  # an id with text from the run is listed with that text marked and cleaned
+        lines = reader.ask(VerdictQuestion(run_id=run_id)).incidents
+        ids = (line.incident_id for line in lines)
+        listed = next(
+            (each for each in ids if _mark_incident_id(each) == _mark_incident_id(name)), ""
+        )
+        if listed:
+            views = reader.ask(IncidentsQuestion(run_id=run_id, incident_id=listed))
+    if not views:
+        raise UsageError(
+            f"run {run_id} has no incident {incident[:80]!r}",
+            hint=f'incidents(run="{run_id}") lists them',
+        )
+    return views[0]
 
 
 def _resolve_log_path(folder: Path, name: str) -> Path:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +118,25 @@ def test_a_decision_comes_with_its_evidence(call):
     assert 1 == call("decisions", run=RUN, from_step=41)["num_decisions"]
 
 
+def test_decisions_lead_to_what_another_mode_decides(call):
+    body = call("decisions", run=RUN)
+    assert body["mode"]
+    (query,) = re.findall(r'search_docs\(query="(.*)"\)', body["next"][-1])
+    sections = call("search_docs", query=query)["sections"]
+    assert "| Evidence | `guard` | `heal` |" in "".join(section["text"] for section in sections)
+
+
 def test_a_curve_keeps_its_nan_and_never_has_more_points_than_allowed(call):
     body = call("series", run=RUN, points=10**9, max_kb=32)
     assert [40, "nan"] in body["points"]
     assert len(body["points"]) <= MAX_POINTS
     assert len(call("series", run=RUN, points=10)["points"]) <= 10
+
+
+def test_a_curve_counts_the_values_that_it_omits(call):
+    body = call("series", run=RUN, points=10)
+    num = body["num_values"]
+    assert f"{num - len(body['points'])} of {num} values" in body["omitted"][0]
 
 
 def test_two_runs_are_compared(call):
