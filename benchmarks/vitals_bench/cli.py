@@ -25,7 +25,7 @@ Options = Mapping[str, Mapping[str, object]]
 """What the parts of a benchmark are called with besides ``quick``."""
 APART = (
     *("hang", "straggler", "corruption", "repro", "judgement", "sizes", "attribution"),
-    *("forecast", "explanation", "gpu"),
+    *("forecast", "explanation", "gpu", "assistants"),
 )
 """Benches that run only by their own name; their parts of the page stay when it is written."""
 
@@ -113,6 +113,7 @@ def build_app() -> typer.Typer:
     app.command("ingest", epilog=f"Example: {PROGRAM} ingest --quick")(bench_ingest)
     app.command("agent", epilog=f"Example: {PROGRAM} agent --quick")(bench_agent)
     app.command("query", epilog=f"Example: {PROGRAM} query --quick")(bench_query)
+    app.command("assistants", epilog=f"Example: {PROGRAM} assistants --quick")(bench_assistants)
     app.command("numbers", epilog=f"Example: {PROGRAM} numbers --quick")(bench_numbers)
     app.command("sizes", epilog=f"Example: {PROGRAM} sizes --quick")(bench_sizes)
     app.command("dashboard", epilog=f"Example: {PROGRAM} dashboard --quick")(bench_dashboard)
@@ -222,6 +223,13 @@ def bench_agent(quick: Quick = False, output: Output = Format.TABLE, page: Part 
 def bench_query(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
     """Measure how soon a run of a million steps, or of 4,096 ranks, is drawn and understood."""
     _run(("query",), quick=quick, output=output, page=page)
+
+
+def bench_assistants(
+    quick: Quick = False, output: Output = Format.TABLE, page: Part = None
+) -> None:
+    """Measure each tool of `vitals mcp` on a run of a million steps."""
+    _run(("assistants",), quick=quick, output=output, page=page)
 
 
 def bench_numbers(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
@@ -446,6 +454,7 @@ def _detect_options(traces: Path | None, split: str, manual: bool) -> Options:
 def _benches() -> Mapping[str, Mapping[str, Measure]]:
     from vitals_bench import (
         agent,
+        assistants,
         attribution,
         checkpoint,
         corruption,
@@ -472,6 +481,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         "checkpoint": checkpoint.PARTS,
         "ingest": ingest.PARTS,
         "query": query.PARTS,
+        "assistants": {"assistants": assistants.measure_assistants},
         "agent": agent.PARTS,
         "numbers": numbers.PARTS,
         "sizes": sizes.PARTS,
