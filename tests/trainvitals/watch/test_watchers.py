@@ -208,6 +208,21 @@ def test_with_three_layers_there_are_no_others() -> None:
     assert [] == watched(LayerGradientWatcher(), course)
 
 
+@pytest.mark.parametrize(("num_samples", "reported_at"), [(4, 22), (16, 22), (20, 22), (40, 42)])
+def test_a_layer_that_stays_at_zero_before_its_warm_up_must_do_so_for_longer(
+    num_samples: int, reported_at: int
+) -> None:
+    course = "; ".join(f"h.{i}:grad_norm 1x{num_samples} {0 if i == 2 else 1}x60" for i in range(6))
+    (finding,) = watched(LayerGradientWatcher(), course)
+    assert (reported_at, num_samples) == (finding.step, finding.onset_step)
+
+
+@pytest.mark.parametrize("course", ["1x3 0x80", "1x8 0x14 1x60 0x60"])
+def test_a_layer_with_few_gradients_or_whose_gradient_returned_is_not_told(course: str) -> None:
+    others = "; ".join(f"h.{i}:grad_norm 1x200" for i in range(5))
+    assert [] == watched(LayerGradientWatcher(), f"{others}; moe:grad_norm {course}")
+
+
 def test_activations_are_told_once_per_order_of_magnitude() -> None:
     course = "mlp:activation_rms 1x60 20x100 2000x100"
     found = watched(ActivationWatcher(), course)

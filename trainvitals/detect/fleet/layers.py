@@ -201,6 +201,10 @@ _HAS_RETURNED = -1.0
 """Level of a layer whose gradient was 0 for a while: an expert without tokens, a skipped block."""
 
 
+_LEAST_SAMPLES = 4
+"""Gradients above 0 without which a layer that stays at 0 is not reported."""
+
+
 class LayerGradientWatcher(LayerOutlierWatcher):
     """Finds the layer whose gradients alone explode, or become exactly 0 and stay so."""
 
@@ -210,8 +214,8 @@ class LayerGradientWatcher(LayerOutlierWatcher):
     @property
     def goes_on(self) -> bool:
         """Return whether a reported layer's gradients still explode, or are still 0."""
-        least = -self._config.persistence
-        return self._episode.on or any(c.streak <= least for c in self._courses.values())
+        courses = self._courses.values()
+        return self._episode.on or any(-c.streak >= self._zeros_needed(c) for c in courses)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         """Judge the gradients of a merged step's layers: exploded, or 0 for long."""
@@ -239,15 +243,19 @@ class LayerGradientWatcher(LayerOutlierWatcher):
         if value is None or course.level == _HAS_RETURNED:
             return False
         if value != 0.0:
-            if -self._config.persistence < course.streak < 0:
+            if 0 < -course.streak < self._zeros_needed(course):
                 course.level = _HAS_RETURNED
             return False
-        if course.count < self._config.warm_up:
+        if course.count < _LEAST_SAMPLES:
             return False
         if course.streak >= 0:
             course.streak, course.level = 0, float(step)
         course.streak -= 1
-        return course.streak == -self._config.persistence
+        return -course.streak == self._zeros_needed(course)
+
+    def _zeros_needed(self, course: LayerTrend) -> int:
+        """Return the zeros in a row that are reported: one more for each sample before warm-up."""
+        return self._config.persistence + max(0, self._config.warm_up - course.count)
 
     def _layer_values(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         """Return the gradient norm of every layer with a positive, finite one."""
