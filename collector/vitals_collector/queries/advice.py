@@ -32,7 +32,7 @@ _ADVICE = {
     "learning_rate": _RATE,
     "schedule": _RATE,
     "layer_gradient": "Check the layer: `requires_grad`, `detach()` or `torch.no_grad()` before "
-    "it, and whether its parameters are in the optimizer.",
+    "it, whether its parameters are in the optimizer, and whether its units are all off (ReLU).",
     "zero_gradient": "Check that the loss depends on the model: `detach()`, `torch.no_grad()`, "
     "`requires_grad`.",
     "update_ratio": "Give the layer a parameter group with a lower `lr`, or a longer warm-up.",
