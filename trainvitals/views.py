@@ -1035,6 +1035,7 @@ class IncidentsQuestion(PerRunQuestion[tuple[IncidentView, ...]], frozen=True, k
     incident_id: str = ""
     """Only the incident with this id; "" for all."""
 
+
 class TableReply(msgspec.Struct, frozen=True, kw_only=True):
     """A table by columns, all of one length."""
 
