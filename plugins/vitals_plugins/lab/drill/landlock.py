@@ -1,11 +1,11 @@
-"""Runs one command that can write only in listed directories: ``python landlock.py JSON COMMAND``.
+"""Runs a command that can write only in some directories: ``python landlock.py JSON COMMAND``.
 
-A separate program: the restrictions hold for the process that sets them and all its children, and
-cannot be removed. It imports only the standard library, so that ``python -I -S`` can start it.
+The restrictions hold for this process and all its children, and cannot be removed. Only the
+standard library is imported, for ``python -I -S``.
 
-Two layers. Landlock is required. A mount namespace is added if the kernel allows one: everything
-except the listed directories becomes read-only, also for ``chmod``, times and attributes, which
-Landlock does not control, and ``/dev/shm`` becomes an empty private one.
+Landlock is required. A mount namespace is added if the kernel allows one: other directories become
+read-only also for ``chmod``, times and attributes, which Landlock does not control, and
+``/dev/shm`` becomes a private one.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterable
 
 MIN_ABI = 3
-"""Before Linux 6.2, Landlock does not control ``truncate``."""
+"""Earlier versions, before Linux 6.2, do not control ``truncate``."""
 FAILED = 125
 """Exit code if the restrictions cannot be set; the command is not started then."""
 SHARED_MEMORY = "/dev/shm"
@@ -27,113 +27,95 @@ DEVICES = (
     *("/dev/accel/*", "/dev/habanalabs/*"),
 )
 
+# linux/landlock.h, linux/mount.h, sched.h
 _WRITE_FILE, _TRUNCATE, _IOCTL_DEV = 1 << 1, 1 << 14, 1 << 15
-_REMOVE_FILE, _MAKE_REGULAR = 1 << 5, 1 << 8
-_MAKE_DEVICES = 1 << 6 | 1 << 11
 _CHANGES = _WRITE_FILE | sum(1 << bit for bit in range(4, 14)) | _TRUNCATE
-"""All rights that change files: write, remove, make, and move between directories."""
-_SCOPED = 0b11
-"""No abstract UNIX sockets of, and no signals to, processes outside."""
+_CHANGES_OF_DIRECTORIES = _CHANGES & ~(1 << 6 | 1 << 11)  # no device nodes
+_CHANGES_OF_MEMORY = _WRITE_FILE | _TRUNCATE | 1 << 5 | 1 << 8  # make and remove files
+_NO_SIGNALS_NO_ABSTRACT_SOCKETS = 0b11
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF, _MOUNT_SETATTR = 444, 445, 446, 442
-_NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
-_BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 0x40000
-_NO_SETUID_NO_DEVICES = 0x2 | 0x4
-_MAX_SHARED_DIRECTORIES = 64
+_NEW_MOUNTS_AND_IPC, _NEW_USER = 0x00020000 | 0x08000000, 0x10000000
+_BIND, _RECURSIVE, _PRIVATE, _NO_SETUID_NO_DEVICES = 0x1000, 0x4000, 0x40000, 0x2 | 0x4
+_NO_NEW_PRIVILEGES = 38
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def read_abi() -> int:
-    """Return the version of Landlock in this kernel; 0 without Landlock."""
-    return max(int(_LIBC.syscall(_CREATE_RULESET, None, 0, 1)), 0)
-
-
-def restrict_writes(writable: Iterable[str], *, shares_memory: bool) -> None:
-    """Deny this process and its children all writes outside of the directories.
-
-    Args:
-        writable: existing directories, not links.
-        shares_memory: whether ``/dev/shm`` is the one of the whole machine.
+def restrict_writes(writable: Iterable[str]) -> None:
+    """Deny this process and its children changes of files outside of the directories.
 
     Raises:
-        OSError: the kernel refused.
+        OSError: the kernel refused, or its Landlock is too old.
     """
-    abi = read_abi()
+    abi = int(_LIBC.syscall(_CREATE_RULESET, None, 0, 1))
+    if abi < MIN_ABI:
+        raise OSError(0, f"it needs Landlock of Linux 6.2; this kernel has version {max(abi, 0)}")
     handled = _CHANGES | (_IOCTL_DEV if abi >= 5 else 0)
-    attributes = (ctypes.c_uint64 * 3)(handled, 0, _SCOPED)
-    size = 24 if abi >= 6 else 16 if abi >= 4 else 8
+    attributes = (ctypes.c_uint64 * 3)(handled, 0, _NO_SIGNALS_NO_ABSTRACT_SOCKETS)
+    size = 24 if abi >= 6 else 8
     ruleset = _call(_LIBC.syscall, _CREATE_RULESET, ctypes.byref(attributes), size, 0)
     for path in writable:
-        _allow(ruleset, path, _CHANGES & ~_MAKE_DEVICES, os.O_DIRECTORY | os.O_NOFOLLOW)
+        _allow(ruleset, path, _CHANGES_OF_DIRECTORIES, os.O_DIRECTORY | os.O_NOFOLLOW)
+    if os.path.isdir(SHARED_MEMORY):  # noqa: PTH112 - pathlib would cost its import
+        _allow(ruleset, SHARED_MEMORY, _CHANGES_OF_MEMORY, os.O_DIRECTORY)
     for path in (path for pattern in DEVICES for path in glob.glob(pattern)):  # noqa: PTH207
-        if stat.S_ISCHR(os.stat(path).st_mode):  # noqa: PTH116 - pathlib would cost its import
+        if stat.S_ISCHR(os.stat(path).st_mode):  # noqa: PTH116
             _allow(ruleset, path, handled & (_WRITE_FILE | _TRUNCATE | _IOCTL_DEV))
-    if os.path.isdir(SHARED_MEMORY):  # noqa: PTH112
-        shared = _WRITE_FILE | _TRUNCATE | _REMOVE_FILE | _MAKE_REGULAR
-        rights = shared if shares_memory else _CHANGES & ~_MAKE_DEVICES
-        _allow(ruleset, SHARED_MEMORY, rights, os.O_DIRECTORY)
-    set_no_new_privileges = 38
-    _call(_LIBC.prctl, set_no_new_privileges, 1, 0, 0, 0)
+    _call(_LIBC.prctl, _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     _call(_LIBC.syscall, _RESTRICT_SELF, ruleset, 0)
 
 
 def isolate_mounts(writable: Iterable[str]) -> None:
-    """Make all mounts read-only except the directories, and ``/dev/shm`` private.
+    """Make everything read-only except the directories, and ``/dev/shm`` private.
 
     Raises:
-        OSError: the kernel does not allow it; some of it may have been done.
+        OSError: the kernel does not allow it; a part may have been done.
     """
     uid, gid, cwd = os.geteuid(), os.getegid(), os.getcwd()  # noqa: PTH109
     try:
-        _call(_LIBC.unshare, _NEW_MOUNTS)
+        _call(_LIBC.unshare, _NEW_MOUNTS_AND_IPC)
     except PermissionError:
-        _call(_LIBC.unshare, _NEW_MOUNTS | _NEW_USER)
-        for name, text in (
-            ("setgroups", "deny"),
-            ("uid_map", f"{uid} {uid} 1"),
-            ("gid_map", f"{gid} {gid} 1"),
-        ):
+        _call(_LIBC.unshare, _NEW_MOUNTS_AND_IPC | _NEW_USER)
+        maps = {"setgroups": "deny", "uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"}
+        for name, text in maps.items():
             with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123
                 file.write(text)
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
-    directories = list(writable)
+    for path in writable:
+        _mount(path, path, None, _BIND)
+    _set_read_only("/", recursive=True)
+    for path in writable:
+        _set_read_only(path, clear=True)
     if os.path.isdir(SHARED_MEMORY):  # noqa: PTH112
         _replace_shared_memory()
-        directories.append(SHARED_MEMORY)
-    for path in directories[: len(directories)]:
-        if path != SHARED_MEMORY:
-            _mount(path, path, None, _BIND)
-    _set_read_only("/", clear=False, recursive=True)
-    for path in directories:
-        _set_read_only(path, clear=True, recursive=False)
-    os.chdir(cwd)  # the old one is below the new mounts, and read-only
+    os.chdir(cwd)  # otherwise it is the read-only directory below the new mount
 
 
 def _replace_shared_memory() -> None:
-    """Mount an empty ``/dev/shm`` of the same size; data directories stay readable in it."""
+    """Mount an empty ``/dev/shm`` of the same size; directories of data can be read in it."""
     status = os.statvfs(SHARED_MEMORY)
-    names = []
     with os.scandir(SHARED_MEMORY) as entries:
         names = [e.name for e in entries if e.is_dir(follow_symlinks=False)]
-    names = [name for name in names if not name.startswith("trainvitals-")]
-    opened = {}
-    for name in names[:_MAX_SHARED_DIRECTORIES]:
-        opened[name] = os.open(f"{SHARED_MEMORY}/{name}", os.O_PATH | os.O_DIRECTORY)
+    directories = {
+        name: os.open(f"{SHARED_MEMORY}/{name}", os.O_PATH | os.O_DIRECTORY)
+        for name in names
+        if not name.startswith("trainvitals-")
+    }
     options = f"size={status.f_frsize * status.f_blocks},mode=1777"
     _mount("tmpfs", SHARED_MEMORY, "tmpfs", _NO_SETUID_NO_DEVICES, options)
-    for name, fd in opened.items():
-        os.mkdir(f"{SHARED_MEMORY}/{name}")  # noqa: PTH102
-        _mount(f"/proc/self/fd/{fd}", f"{SHARED_MEMORY}/{name}", None, _BIND | _RECURSIVE)
-        os.close(fd)
+    for name, fd in directories.items():
+        path = f"{SHARED_MEMORY}/{name}"
+        os.mkdir(path)  # noqa: PTH102
+        _mount(f"/proc/self/fd/{fd}", path, None, _BIND)
+        _set_read_only(path)
 
 
-def _set_read_only(path: str, *, clear: bool, recursive: bool) -> None:
-    """Make a mount read-only, with those below it, or writable again."""
-    at_cwd, at_recursive, read_only = -100, 0x8000, 1
-    attributes = (ctypes.c_uint64 * 4)(0 if clear else read_only, read_only if clear else 0, 0, 0)
-    flags = at_recursive if recursive else 0
-    arguments = (at_cwd, path.encode(), flags, ctypes.byref(attributes), 32)
-    _call(_LIBC.syscall, _MOUNT_SETATTR, *arguments)
+def _set_read_only(path: str, *, clear: bool = False, recursive: bool = False) -> None:
+    """Make a mount read-only, or writable again."""
+    attributes = (ctypes.c_uint64 * 4)(not clear, clear, 0, 0)
+    flags, at_cwd = 0x8000 if recursive else 0, -100
+    encoded = path.encode(), flags, ctypes.byref(attributes), 32
+    _call(_LIBC.syscall, _MOUNT_SETATTR, at_cwd, *encoded)
 
 
 def _mount(source: str | None, path: str, kind: str | None, flags: int, options: str = "") -> None:
@@ -146,8 +128,7 @@ def _allow(ruleset: int, path: str, rights: int, flags: int = 0) -> None:
     """Add a rule: these rights at and below the path."""
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
     rule = rights.to_bytes(8, sys.byteorder) + fd.to_bytes(4, sys.byteorder)
-    path_beneath = 1
-    _call(_LIBC.syscall, _ADD_RULE, ruleset, path_beneath, rule, 0)
+    _call(_LIBC.syscall, _ADD_RULE, ruleset, 1, rule, 0)
     os.close(fd)
 
 
@@ -160,52 +141,35 @@ def _call(function: "ctypes._NamedFuncPointer", *arguments: object) -> int:
     return result
 
 
-def enter(writable: list[str]) -> dict[str, object]:
-    """Set all restrictions for this process; return which of them hold.
-
-    Raises:
-        OSError: Landlock is not available.
-    """
-    mounts = ""
-    try:
-        if any(f"{path}/".startswith(f"{SHARED_MEMORY}/") for path in writable):
-            mounts = f"a writable directory is in {SHARED_MEMORY}"
-        else:
+def _can_isolate_mounts(writable: list[str]) -> bool:
+    """Try it in a child: halfway, a process might be unable to write anywhere."""
+    child = os.fork()
+    if child == 0:
+        try:
             isolate_mounts(writable)
-    except OSError as error:
-        mounts = str(error)
-    restrict_writes(writable, shares_memory=bool(mounts))
-    return {"abi": read_abi(), "without_mounts": mounts}
+            os._exit(0 if all(os.access(path, os.W_OK) for path in writable) else 1)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
 
 
 def main(arguments: list[str]) -> int:
-    """Set the restrictions, then become the command; without one, print what holds."""
+    """Set the restrictions, then become the command."""
     writable, *command = json.loads(arguments[0]), *arguments[1:]
-    os.closerange(3, 1 << 16)  # Landlock does not restrict files that are already open
+    os.closerange(3, 1 << 30)  # files that are already open are not restricted
     try:
-        if not command:
-            return _print_probe(writable)
-        enter(writable)
+        if _can_isolate_mounts(writable):
+            isolate_mounts(writable)
+            writable = [*writable, *filter(os.path.isdir, [SHARED_MEMORY])]
+        restrict_writes(writable)
     except OSError as error:
-        print(f"vitals drill: the sandbox cannot be set: {error}", file=sys.stderr)  # noqa: T201
+        print(f"the sandbox of the drill cannot be set: {error.strerror}", file=sys.stderr)  # noqa: T201
         return FAILED
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        print(f"vitals drill: {command[0]}: {error.strerror}", file=sys.stderr)  # noqa: T201
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr)  # noqa: T201
     return 127
-
-
-def _print_probe(writable: list[str]) -> int:
-    """Print which restrictions hold, after an attempt to write next to a writable directory."""
-    result = enter(writable)
-    try:
-        os.mkdir(f"{writable[0]}-outside")  # noqa: PTH102
-        result["leak"] = True
-    except OSError:
-        result["leak"] = False  # as it must be
-    print(json.dumps(result))  # noqa: T201
-    return 0
 
 
 if __name__ == "__main__":

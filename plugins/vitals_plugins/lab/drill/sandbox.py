@@ -1,7 +1,6 @@
 """Starts the training of a drill such that the user's files, runs and trackers stay unchanged.
 
-Not restricted: the network, and reading. Without mount namespaces also file modes, times, extended
-attributes, and shared memory of other programs (``find_gaps``).
+Not restricted: reading, and the network; ``find_gaps`` returns what else is not.
 """
 
 import functools
@@ -12,8 +11,6 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
 from trainvitals.errors import UsageError
 from trainvitals.io.setting_paths import with_absolute_paths
 from trainvitals.policy.judge import SECTIONS
@@ -21,92 +18,122 @@ from vitals_plugins.lab.drill import landlock
 from vitals_plugins.lab.drill.copying import mirror_cache
 
 _PROBE_SECONDS = 60.0
-_SHARED = tuple(Path(name) for name in ("/tmp", "/var/tmp", "/dev", "/dev/shm", "/run"))
+_PROBE = """
+touch "$1/file" && echo works
+(echo >"$2/file") && echo leaks
+chmod 0700 "$2" && echo changes-modes
+"""
+_SHARED = tuple(Path(name) for name in ("/tmp", "/var/tmp", "/dev", "/run"))
 
+_REMOVED_PREFIXES = (
+    *("VITALS_", "WANDB_", "MLFLOW_", "DATABRICKS_", "AZUREML_", "TRACKIO_", "COMET_"),
+    *("NEPTUNE_", "AIM_", "__AIM_", "CLEARML_", "TRAINS_", "SWANLAB_", "DVC_", "OTEL_EXPORTER_"),
+)
 _KEPT_PREFIXES = tuple(f"VITALS_{section.upper()}_" for section in SECTIONS)
 _KEPT = frozenset(
     {
-        *("VITALS_MODE", "VITALS_CONFIG", "VITALS_QUIET"),
-        *("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_NAME", "WANDB_DISABLED", "WANDB_WATCH"),
-        *("WANDB_TAGS", "WANDB_SILENT", "WANDB_CONSOLE", "WANDB_JOB_TYPE", "WANDB_RUN_GROUP"),
-        *("MLFLOW_EXPERIMENT_NAME", "MLFLOW_TAGS", "TRACKIO_PROJECT_NAME"),
-        *("COMET_PROJECT_NAME", "COMET_WORKSPACE", "NEPTUNE_PROJECT", "SWANLAB_PROJECT"),
+        *("VITALS_MODE", "VITALS_CONFIG", "VITALS_QUIET", "WANDB_PROJECT", "WANDB_ENTITY"),
+        *("WANDB_NAME", "WANDB_DISABLED", "WANDB_WATCH", "WANDB_TAGS", "WANDB_SILENT"),
+        *("MLFLOW_EXPERIMENT_NAME", "MLFLOW_TAGS", "COMET_PROJECT_NAME", "COMET_WORKSPACE"),
+        *("NEPTUNE_PROJECT", "SWANLAB_PROJECT"),
     }
-)
-_REMOVED_PREFIXES = (
-    *("VITALS_", "WANDB_", "MLFLOW_", "DATABRICKS_", "AZUREML_", "TRACKIO_", "COMET_"),
-    *("NEPTUNE_", "AIM_", "__AIM_", "CLEARML_", "TRAINS_", "SWANLAB_", "DVC_", "DVCLIVE_"),
-    *("OTEL_EXPORTER_", "TENSORBOARD_LOGGING_DIR"),
 )
 _REMOVED = frozenset(
     {
-        *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN", "HF_TOKEN_PATH"),
-        *("SSH_AUTH_SOCK", "DBUS_SESSION_BUS_ADDRESS", "DOCKER_HOST", "XDG_RUNTIME_DIR"),
-        *("NOTIFY_SOCKET", "DISPLAY", "WAYLAND_DISPLAY", "GITHUB_TOKEN", "GH_TOKEN", "OLDPWD"),
+        *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN", "GITHUB_TOKEN"),
+        *("GH_TOKEN", "SSH_AUTH_SOCK", "DBUS_SESSION_BUS_ADDRESS", "DOCKER_HOST", "OLDPWD"),
+        *("XDG_RUNTIME_DIR", "NOTIFY_SOCKET", "DISPLAY", "WAYLAND_DISPLAY"),
     }
 )
-"""Credentials, and sockets of programs that can change files for a client."""
+"""Credentials, and sockets of programs that change files for their clients."""
 _CACHES = (
     *("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ASSETS_CACHE"),
     *("HF_XET_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE", "TORCH_HOME", "KERAS_HOME"),
 )
-"""Caches that users move; without these variables the programs use ``XDG_CACHE_HOME``."""
-
-
-class _Probe(msgspec.Struct, frozen=True):
-    """Result of a sandbox that was set in a process of its own."""
-
-    abi: int = 0
-    without_mounts: str = ""
-    leak: bool = False
-    error: str = ""
+"""Caches of downloads that users move; otherwise they are in ``XDG_CACHE_HOME``."""
+_CONSTANTS = {
+    "WANDB_MODE": "offline",
+    "COMET_MODE": "OFFLINE",
+    "COMET_START_ONLINE": "false",
+    "NEPTUNE_MODE": "offline",
+    "CLEARML_OFFLINE_MODE": "1",
+    "SWANLAB_MODE": "offline",
+    "OTEL_SDK_DISABLED": "true",
+}
+_PLACES = {
+    **dict.fromkeys(("TMPDIR", "TMP", "TEMP"), "tmp"),
+    "VITALS_DIR": "runs",
+    "VITALS_SHM": "shm",
+    "XDG_CACHE_HOME": "cache",
+    "XDG_DATA_HOME": "data",  # the user's own collector is found in the default one
+    "XDG_STATE_HOME": "state",
+    "TRITON_HOME": "cache",
+    "TRITON_CACHE_DIR": "cache/triton",
+    "TORCHINDUCTOR_CACHE_DIR": "cache/torchinductor",
+    "TORCH_EXTENSIONS_DIR": "cache/torch_extensions",
+    "CUDA_CACHE_PATH": "cache/cuda",
+    "NUMBA_CACHE_DIR": "cache/numba",
+    "MPLCONFIGDIR": "cache/matplotlib",
+    "WANDB_DIR": "trackers",
+    "WANDB_ARTIFACT_DIR": "trackers/artifacts",
+    "WANDB_CONFIG_DIR": "trackers/config",
+    "WANDB_DATA_DIR": "trackers/data",
+    "TENSORBOARD_LOGGING_DIR": "trackers/tensorboard",
+    "TRACKIO_DIR": "trackers/trackio",
+    "COMET_OFFLINE_DIRECTORY": "trackers/comet",
+    "NEPTUNE_DATA_DIRECTORY": "trackers/neptune",
+    "NEPTUNE_LOG_DIRECTORY": "trackers/neptune",
+    "CLEARML_CACHE_DIR": "trackers/clearml",
+    "SWANLAB_LOG_DIR": "trackers/swanlab",
+    # These do not exist: credentials are not found.
+    "NETRC": "none/netrc",
+    "HF_TOKEN_PATH": "none/token",
+    "COMET_CONFIG": "none/comet",
+    "CLEARML_CONFIG_FILE": "none/clearml",
+}
+"""Variables with a path below the drill's directory."""
 
 
 def unavailable_reason() -> str | None:
-    """Return why programs cannot be confined on this machine; None if they can.
-
-    The sandbox is set in a process of its own, which then tries to write outside.
-    """
+    """Return why programs cannot be confined on this machine; None if they can."""
     if sys.platform != "linux":
-        return "Landlock needs Linux"
-    abi = landlock.read_abi()
-    if not abi:
-        return "this kernel has no Landlock, or a container forbids it"
-    if abi < landlock.MIN_ABI:
-        return f"Landlock of this kernel (version {abi}) cannot deny truncation; use Linux 6.2"
-    probe = _probe_sandbox()
-    if probe.error:
-        return probe.error
-    return "a program in the sandbox could write outside" if probe.leak else None
+        return "the sandbox needs Linux"
+    words, errors = _probe_sandbox()
+    if "works" not in words:
+        return errors.strip() or "the sandbox does not start"
+    return "a program in the sandbox could write outside" if "leaks" in words else None
 
 
 def find_gaps() -> tuple[str, ...]:
     """Return sentences about changes that the sandbox on this machine does not deny."""
-    gaps = ["The network is not blocked: a script that uploads files still does."]
-    if _probe_sandbox().without_mounts:
-        gaps.append(
-            "Without mount namespaces, modes, owners, times and extended attributes of files "
-            "outside can be changed, and files in /dev/shm."
-        )
-    return tuple(gaps)
+    network = "The network is not blocked: a script that uploads files still uploads them."
+    modes = (
+        "This kernel allows no mount namespace: modes, owners, times and attributes of files "
+        "outside can be changed, and the files in /dev/shm."
+    )
+    return (network, modes) if "changes-modes" in _probe_sandbox()[0] else (network,)
 
 
 @functools.cache
-def _probe_sandbox() -> _Probe:
-    """Set the sandbox in a process of its own."""
+def _probe_sandbox() -> tuple[frozenset[str], str]:
+    """Run a shell in the sandbox that tries to write; return its words and its errors."""
     with tempfile.TemporaryDirectory(prefix="vitals-drill-") as name:
-        directory = Path(name).resolve() / "inside"
-        directory.mkdir()
-        process = subprocess.run(
-            sandboxed([], [directory]),
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_SECONDS,
-            check=False,
-        )
-    if process.returncode:
-        return _Probe(error=process.stderr.strip() or f"it ended with {process.returncode}")
-    return msgspec.json.decode(process.stdout, type=_Probe)
+        inside, outside = Path(name).resolve() / "in", Path(name).resolve() / "out"
+        inside.mkdir()
+        outside.mkdir()
+        command = ["sh", "-c", _PROBE, "sh", str(inside), str(outside)]
+        try:
+            process = subprocess.run(
+                sandboxed(command, [inside]),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_PROBE_SECONDS,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired, UsageError) as error:
+            return frozenset(), str(error)
+    return frozenset(process.stdout.split()), process.stderr
 
 
 def sandboxed(
@@ -114,112 +141,60 @@ def sandboxed(
 ) -> list[str]:
     """Return the command that runs ``command`` confined to the directories.
 
-    Start it with the copy as working directory, in a new session, with pipes or the null device as
-    standard streams: open files and terminals are not restricted.
+    Start it in a new session, with the copy as working directory, and with pipes, new files or the
+    null device as standard streams: terminals and files that are already open are not restricted.
+    Between two of the directories, files cannot be renamed.
 
     Args:
         command: program and arguments.
-        writable: existing directories, absolute and without links in their path. They should not
-            be in ``/dev/shm``: without a writable directory there, the command gets its own.
-        protected: directories that must stay unchanged, such as the user's project.
+        writable: existing directories, absolute, without links in their path.
+        protected: directories that must stay unchanged, such as the project.
 
     Raises:
-        UsageError: a directory is a link, is missing, or contains more than files of the drill.
+        UsageError: a directory is missing or a link, or has more in it than files of the drill.
     """
     forbidden = [Path.home(), Path(tempfile.gettempdir()), *_SHARED, *protected]
-    paths = []
-    for path in writable:
-        if not path.is_dir() or path.resolve() != path:
-            raise UsageError(f"{path} must be an existing directory, without links in its path")
+    paths = [str(path) for path in writable]
+    for path in map(Path, paths):
+        if not path.is_dir() or path.resolve() != path or path.is_relative_to("/dev"):
+            raise UsageError(
+                f"{path} must be an existing directory outside of /dev, without links in its path",
+                hint="set TMPDIR to a directory on a disk",
+            )
         for directory in forbidden:
             if directory.resolve().is_relative_to(path):
-                raise UsageError(
-                    f"{path} must not be writable in a drill: it contains {directory}",
-                    hint="use a directory that was created for the drill",
-                )
-        paths.append(str(path))
+                raise UsageError(f"{path} must not be writable in a drill: it has {directory}")
     return [sys.executable, "-I", "-S", str(landlock.__file__), json.dumps(paths), *command]
 
 
 def offline_environ(environ: Mapping[str, str], copy: Path, private: Path) -> dict[str, str]:
     """Return the environment of a training in a drill.
 
-    Trackers are offline or write below ``private``. Identifiers and credentials of real runs, and
-    collectors, are removed. Temporary files, caches and Vitals' own files are below ``private``;
-    cached models and data sets are linked there.
+    Trackers are offline. Identifiers and credentials of real runs, and collectors, are removed.
+    Temporary files, caches and files of Vitals are below ``private``, with links to what is cached.
 
     Args:
         environ: usually ``os.environ``.
         copy: working directory of the training.
-        private: directory of the drill, writable in the sandbox; a short path, because sockets are
-            created below it.
+        private: new directory, writable in the sandbox. Its path is short: sockets are below it.
     """
     result = {
         name: value
         for name, value in with_absolute_paths(environ).items()
-        if name not in _REMOVED
-        and (
-            name in _KEPT
-            or name.startswith(_KEPT_PREFIXES)
-            or not name.startswith(_REMOVED_PREFIXES)
-        )
+        if name in _KEPT
+        or name.startswith(_KEPT_PREFIXES)
+        or not (name in _REMOVED or name.startswith(_REMOVED_PREFIXES))
     }
-    names = ("tmp", "cache", "data", "state", "shm", "runs", "trackers")
-    tmp, cache, data, state, shm, runs, trackers = (private / name for name in names)
-    for directory in (tmp, data, state, shm, runs, trackers):
-        directory.mkdir(mode=0o700, exist_ok=True)
-    home_cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/")) / ".cache")
-    _mirror_once(home_cache, cache)
-    for name in _CACHES:
-        if environ.get(name):
-            _mirror_once(Path(environ[name]).expanduser(), cache / f"drill-{name.lower()}")
-            result[name] = str(cache / f"drill-{name.lower()}")
-    result |= dict.fromkeys(("TMPDIR", "TMP", "TEMP"), str(tmp))
-    result |= {
-        "PWD": str(copy),
-        "VITALS_DIR": str(runs),
-        "VITALS_SHM": str(shm),
-        "XDG_CACHE_HOME": str(cache),
-        "XDG_DATA_HOME": str(data),  # the user's own collector is found there
-        "XDG_STATE_HOME": str(state),
-        "TRITON_HOME": str(cache),
-        "TRITON_CACHE_DIR": str(cache / "triton"),
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / "torchinductor"),
-        "CUDA_CACHE_PATH": str(cache / "cuda"),
-        "NUMBA_CACHE_DIR": str(cache / "numba"),
-        "MPLCONFIGDIR": str(cache / "matplotlib"),
-        "HF_TOKEN_PATH": str(private / "no-token"),
-        "NETRC": str(private / "no-netrc"),  # wandb reads its key there
-        "WANDB_MODE": "offline",
-        "WANDB_DIR": str(trackers),
-        "WANDB_ARTIFACT_DIR": str(trackers / "artifacts"),
-        "WANDB_CONFIG_DIR": str(trackers / "config"),
-        "WANDB_DATA_DIR": str(trackers / "data"),
-        "MLFLOW_TRACKING_URI": (trackers / "mlruns").as_uri(),
-        "TENSORBOARD_LOGGING_DIR": str(trackers / "tensorboard"),
-        "TRACKIO_DIR": str(trackers / "trackio"),
-        "COMET_MODE": "OFFLINE",
-        "COMET_START_ONLINE": "false",
-        "COMET_OFFLINE_DIRECTORY": str(trackers / "comet"),
-        "COMET_CONFIG": str(private / "no-comet"),
-        "NEPTUNE_MODE": "offline",
-        "NEPTUNE_DATA_DIRECTORY": str(trackers / "neptune"),
-        "NEPTUNE_LOG_DIRECTORY": str(trackers / "neptune"),
-        "CLEARML_OFFLINE_MODE": "1",
-        "CLEARML_CACHE_DIR": str(trackers / "clearml"),
-        "CLEARML_CONFIG_FILE": str(private / "no-clearml"),
-        "SWANLAB_MODE": "offline",
-        "SWANLAB_LOG_DIR": str(trackers / "swanlab"),
-        "OTEL_SDK_DISABLED": "true",
-    }
-    return result
-
-
-def _mirror_once(source: Path, target: Path) -> None:
-    """Create the directory, with links to the files of the cache if it exists."""
-    if target.exists():
-        return  # by an earlier training of this drill
-    if source.is_dir():
-        mirror_cache(source, target)
-    else:
-        target.mkdir(mode=0o700)
+    cache = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME", "/"), ".cache"))
+    sources = {name: environ[name] for name in _CACHES if environ.get(name)}
+    for name, source in {"XDG_CACHE_HOME": cache, **sources}.items():
+        target = private / _PLACES.get(name, name)
+        if Path(source).expanduser().is_dir():
+            mirror_cache(Path(source).expanduser(), target)
+        result[name] = str(target)
+    for place in _PLACES.values():
+        if not place.startswith("none/"):
+            (private / place).mkdir(parents=True, exist_ok=True, mode=0o700)
+    mlflow = (private / "trackers" / "mlruns").as_uri()
+    places = {name: str(private / place) for name, place in _PLACES.items()}
+    return {**result, **places, **_CONSTANTS, "PWD": str(copy), "MLFLOW_TRACKING_URI": mlflow}

@@ -48,7 +48,7 @@ def test_content_mode_and_time_are_copied_and_the_source_stays_unchanged(source,
     assert (0o755, 2) == (stat.S_IMODE(copied.st_mode), copied.st_mtime)
     assert 4 == (tmp_path / "copy" / "pkg").stat().st_mtime
     assert 0o600 == (tmp_path / "copy" / "train.py").stat().st_mode & 0o600
-    assert (2, 5, {}, ()) == (result.num_files, result.num_bytes, result.omitted, result.linked)
+    assert (2, 5, {}, []) == (result.num_files, result.num_bytes, result.omitted, result.linked)
 
 
 def test_what_a_training_does_not_need_is_omitted_with_the_reason(source, tmp_path):
@@ -89,7 +89,7 @@ def test_large_files_data_and_environments_are_linked(source, tmp_path):
 
     result = copy_project(source, tmp_path / "copy")
 
-    assert (".venv", "data", "weights.pt") == result.linked
+    assert [".venv", "data", "weights.pt"] == result.linked
     assert source / "weights.pt" == (tmp_path / "copy" / "weights.pt").readlink()
     assert copying.MAX_DATA_FILES + 2 == result.num_files
 
@@ -112,7 +112,7 @@ def test_links_name_the_copy_inside_and_the_same_file_outside(source, tmp_path):
     assert (copy / "a").samefile(copy / "absolute")
     assert outside == (copy / "out").readlink()
     assert {"nothing", "loop"} == {str((copy / name).readlink()) for name in ("broken", "loop")}
-    assert ("out",) == result.linked
+    assert ["out"] == result.linked
     assert {"a link to .git/HEAD, which is not copied", "version control"} == set(
         result.omitted.values()
     )
@@ -151,7 +151,7 @@ def test_a_file_that_changes_meanwhile_is_reported(source, tmp_path):
     thread.start()
     try:
         results = (copy_project(source, tmp_path / f"copy{number}") for number in range(50))
-        assert any(("log",) == result.changed for result in results)
+        assert any(["log"] == result.changed for result in results)
     finally:
         is_done.set()
         thread.join()

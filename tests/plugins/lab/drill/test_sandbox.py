@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,24 +52,22 @@ def bystander():
         process.kill()
 
 
-def attack(copy, outside, bystander, *, writable=()):
-    """Run the intruder in the sandbox; return the attempts that succeeded."""
+@contextmanager
+def attackers(copy, outside, bystander):
+    """Yield the command of the intruder, with everything that it attacks."""
     (copy / "linked.pt").symlink_to(outside / "model.pt")
     name = f"vitals-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX) as server, directory_in(SHARED_MEMORY) as shared:
         server.bind(f"\0{name}")
         server.listen()
-        victim = shared / "journal"
-        victim.write_text("rows")
+        (shared / "journal").write_text("rows")
         program = [sys.executable, str(HERE / "intruder.py"), str(outside)]
-        arguments = [str(bystander.pid), name, str(victim)]
-        process = subprocess.run(
-            sandboxed([*program, *arguments], [copy, *writable]),
-            cwd=copy,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        yield [*program, str(bystander.pid), name, str(shared / "journal")]
+
+
+def run_attack(command, copy):
+    """Return the attempts that succeeded: on content, and on metadata."""
+    process = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
     assert ("", 0) == (process.stderr, process.returncode)
     return json.loads(process.stdout)
 
@@ -78,7 +77,8 @@ def test_an_intruder_changes_nothing_outside(tmp_path, outside, bystander):
     copy = tmp_path / "copy"
     copy.mkdir()
     before = fingerprint(outside)
-    damage, metadata = attack(copy, outside, bystander)
+    with attackers(copy, outside, bystander) as program:
+        damage, metadata = run_attack(sandboxed(program, [copy]), copy)
     assert [] == damage
     if len(sandbox.find_gaps()) == 1:
         assert [] == metadata
@@ -86,12 +86,17 @@ def test_an_intruder_changes_nothing_outside(tmp_path, outside, bystander):
 
 
 @confined
-def test_without_mounts_the_content_of_files_is_still_protected(outside, bystander):
-    with directory_in(SHARED_MEMORY) as parent:
-        copy = parent / "copy"
-        copy.mkdir()
-        damage, metadata = attack(copy, outside, bystander)
-    assert ["next to it"] == damage  # all of /dev/shm can be written then
+def test_without_mounts_the_content_of_files_is_still_protected(tmp_path, outside, bystander):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    with attackers(copy, outside, bystander) as program:
+        script = f"""
+            import sys; sys.path.insert(0, {str(Path(landlock.__file__).parent)!r})
+            import os, landlock
+            landlock.restrict_writes([{str(copy)!r}])
+            os.execv(sys.executable, {program!r})"""
+        damage, metadata = run_attack([sys.executable, "-c", textwrap.dedent(script)], copy)
+    assert [] == damage
     assert "chmod" in metadata  # the gap that is reported
     assert "weights" == (outside / "model.pt").read_text()
     assert ["empty", "model.pt"] == sorted(path.name for path in outside.iterdir())
@@ -101,7 +106,8 @@ def test_without_mounts_the_content_of_files_is_still_protected(outside, bystand
 def test_the_same_attempts_succeed_in_a_writable_directory(tmp_path, outside, bystander):
     copy = tmp_path / "copy"
     copy.mkdir()
-    damage, metadata = attack(copy, outside, bystander, writable=[outside])
+    with attackers(copy, outside, bystander) as program:
+        damage, metadata = run_attack(sandboxed(program, [copy, outside]), copy)
     assert {"write", "truncate", "unlink", "rmtree", "through /proc", "fifo"} <= {*damage}
     assert {"create", "symbolic link", "child", "thread", "through a link"} <= {*damage}
     assert {"chmod", "chmod through a link", "times"} & {*metadata}
@@ -147,7 +153,7 @@ def test_exit_codes_separate_the_sandbox_from_the_command(tmp_path):
     assert 3 == subprocess.run(command, check=False).returncode
     command = sandboxed(["no-such-program"], [tmp_path])
     process = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert (127, "vitals drill: no-such-program: No such file or directory\n") == (
+    assert (127, "no-such-program: No such file or directory\n") == (
         process.returncode,
         process.stderr,
     )
@@ -157,7 +163,7 @@ def test_exit_codes_separate_the_sandbox_from_the_command(tmp_path):
     (tmp_path / "gone").symlink_to("/")  # a link is never followed
     process = subprocess.run(command, check=False, capture_output=True, text=True)
     assert landlock.FAILED == process.returncode
-    assert "sandbox cannot be set" in process.stderr
+    assert "cannot be set" in process.stderr
 
 
 def test_directories_with_files_of_others_cannot_be_writable(tmp_path):
@@ -165,9 +171,9 @@ def test_directories_with_files_of_others_cannot_be_writable(tmp_path):
     project.mkdir()
     (tmp_path / "link").symlink_to(project)
     for path in (Path("/"), Path.home(), Path("/tmp"), SHARED_MEMORY, tmp_path / "link"):
-        with pytest.raises(UsageError, match=f"{path} must"):
+        with pytest.raises(UsageError, match="must"):
             sandboxed(["true"], [path])
-    with pytest.raises(UsageError, match="contains"):
+    with pytest.raises(UsageError, match="it has"):
         sandboxed(["true"], [tmp_path], protected=[project])
 
 
