@@ -16,6 +16,7 @@ import msgspec
 
 from trainvitals.errors import StorageError, UsageError
 from trainvitals.io.rundir import is_run_id
+from trainvitals.printable import printable
 
 LARGE_BYTES = 16 << 20
 """Larger files are linked, not copied."""
@@ -35,6 +36,8 @@ _OMITTED = {
 _TRACKERS = ("wandb", "mlruns", ".aim", ".neptune", ".cometml-runs", "lightning_logs")
 _RUN_FILES = ("run.json", "plan.jsonl", "command.key")
 _TOKENS = ("token", "stored_tokens")
+_SHARED_CACHES = {"huggingface", "torch", "hub", "datasets"}
+"""Directories of a cache that get new entries next to the present ones."""
 
 
 class CopiedProject(msgspec.Struct, kw_only=True):
@@ -179,6 +182,8 @@ class _Copier:
 
     def _is_linked_directory(self, path: Path) -> bool:
         """Return whether a directory is linked as a whole: an environment, or many data files."""
+        if self._is_cache and _SHARED_CACHES.issuperset(path.relative_to(self._source).parts):
+            return False
         if not self._is_cache and _is_environment(path):
             return True  # not omitted: the command may name a program in it
         num_files = 0
@@ -186,7 +191,7 @@ class _Copier:
             num_files += len(names)
             if not self._is_cache and any(name.endswith(_CODE) for name in names):
                 return False
-            if num_files > (MAX_FILES if self._is_cache else MAX_DATA_FILES):
+            if num_files > MAX_DATA_FILES:
                 return True
         return False
 
@@ -210,7 +215,7 @@ class _Copier:
             self._omit(path, f"cannot be read: {error.strerror}")
             return
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-            self._result.changed.append(str(path.relative_to(self._source)))
+            self._result.changed.append(self._name(path))
 
     def _count_file(self, size: int) -> None:
         """Count a copied file against the limits."""
@@ -233,15 +238,18 @@ class _Copier:
         elif os.path.lexists(self._in_copy(real)):
             target.symlink_to(os.path.relpath(self._in_copy(real), target.parent))
         else:
-            self._omit(path, f"a link to {real.relative_to(self._source)}, which is not copied")
+            self._omit(path, f"a link to {self._name(real)}, which is not copied")
 
     def _link(self, path: Path, destination: Path) -> None:
         """Create a symbolic link to a file or directory outside of the copy."""
         self._in_copy(path).symlink_to(destination)
-        self._result.linked.append(str(path.relative_to(self._source)))
+        self._result.linked.append(self._name(path))
 
     def _omit(self, path: Path, reason: str) -> None:
-        self._result.omitted[str(path.relative_to(self._source))] = reason
+        self._result.omitted[self._name(path)] = reason
+
+    def _name(self, path: Path) -> str:
+        return printable(str(path.relative_to(self._source)))
 
     def _in_copy(self, path: Path) -> Path:
         return self._target / path.relative_to(self._source)

@@ -114,13 +114,13 @@ def _set_read_only(path: str, *, clear: bool = False, recursive: bool = False) -
     """Make a mount read-only, or writable again."""
     attributes = (ctypes.c_uint64 * 4)(not clear, clear, 0, 0)
     flags, at_cwd = 0x8000 if recursive else 0, -100
-    encoded = path.encode(), flags, ctypes.byref(attributes), 32
+    encoded = os.fsencode(path), flags, ctypes.byref(attributes), 32
     _call(_LIBC.syscall, _MOUNT_SETATTR, at_cwd, *encoded)
 
 
 def _mount(source: str | None, path: str, kind: str | None, flags: int, options: str = "") -> None:
     """Call mount(2)."""
-    encoded = [text.encode() if text is not None else None for text in (source, path, kind)]
+    encoded = [os.fsencode(text) if text is not None else None for text in (source, path, kind)]
     _call(_LIBC.mount, *encoded, ctypes.c_ulong(flags), options.encode() or None)
 
 
@@ -156,7 +156,8 @@ def _can_isolate_mounts(writable: list[str]) -> bool:
 def main(arguments: list[str]) -> int:
     """Set the restrictions, then become the command."""
     writable, *command = json.loads(arguments[0]), *arguments[1:]
-    os.closerange(3, 1 << 30)  # files that are already open are not restricted
+    # Files that are already open are not restricted.
+    os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)  # noqa: PTH208
     try:
         if _can_isolate_mounts(writable):
             isolate_mounts(writable)

@@ -5,6 +5,7 @@ Not restricted: reading, and the network; ``find_gaps`` returns what else is not
 
 import functools
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -106,7 +107,10 @@ def unavailable_reason() -> str | None:
 
 def find_gaps() -> tuple[str, ...]:
     """Return sentences about changes that the sandbox on this machine does not deny."""
-    network = "The network is not blocked: a script that uploads files still uploads them."
+    network = (
+        "Network and sockets are not blocked: a script that uploads files, or gives orders to a "
+        "server such as Docker, still does so."
+    )
     modes = (
         "This kernel allows no mount namespace: modes, owners, times and attributes of files "
         "outside can be changed, and the files in /dev/shm."
@@ -153,7 +157,8 @@ def sandboxed(
     Raises:
         UsageError: a directory is missing or a link, or has more in it than files of the drill.
     """
-    forbidden = [Path.home(), Path(tempfile.gettempdir()), *_SHARED, *protected]
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111 - raises nothing for an unknown user
+    forbidden = [home, Path(tempfile.gettempdir()), *_SHARED, *protected]
     paths = [str(path) for path in writable]
     for path in map(Path, paths):
         if not path.is_dir() or path.resolve() != path or path.is_relative_to("/dev"):

@@ -135,6 +135,15 @@ def test_special_and_unreadable_files_are_omitted(source, tmp_path):
     assert "train.py" in files_of(tmp_path / "copy")
 
 
+def test_names_that_are_no_text_are_copied_and_reported_as_text(source, tmp_path):
+    name = b"a\xff\n.sock"
+    os.mkfifo(os.fsencode(source) + b"/" + name)
+    (source / "b\udcff.txt").write_text("x")
+    result = copy_project(source, tmp_path / "copy")
+    assert {"a  .sock": "not a regular file"} == result.omitted
+    assert (tmp_path / "copy" / "b\udcff.txt").exists()
+
+
 def test_a_file_that_changes_meanwhile_is_reported(source, tmp_path):
     log = write(source / "log", "x" * (8 << 20))
     is_done = threading.Event()
@@ -197,7 +206,12 @@ def test_a_cache_is_mirrored_without_locks_and_tokens(source, tmp_path):
     write(source / "token", "secret")
     write(source / "datasets" / "x.lock")
 
-    mirror_cache(source, tmp_path / "mirror")
+    for number in range(copying.MAX_DATA_FILES + 1):
+        write(source / "hub" / "models--b" / f"{number}")
+
+    assert ["hub/models--a/blobs/1", "hub/models--b"] == mirror_cache(
+        source, tmp_path / "mirror"
+    ).linked
 
     config = tmp_path / "mirror" / "hub" / "models--a" / "snapshots" / "config.json"
     assert "x" == config.read_text()
