@@ -49,7 +49,7 @@ EXITS = """\
 | 0 | success |
 | 1 | failure, or a check found a problem |
 | 2 | usage error: a wrong option or setting, or a missing package |
-| 3 | `vitals preflight`: something failed, but no node can be named |
+| 3 | `vitals preflight`: no node can be named; `vitals drill`: a fault was not tested |
 | 130 | interrupted with Ctrl-C |
 """
 

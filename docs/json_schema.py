@@ -36,6 +36,7 @@ from vitals_collector.report.curves import PlottedCurve
 from vitals_collector.report.postmortem.report_data import IncidentFacts
 from vitals_collector.retention.checkup import StoreSize
 from vitals_plugins.bridges.audit.audit import AuditDocument
+from vitals_plugins.lab.drill.cli import DrillResult
 from vitals_plugins.lab.plan.training_plan import PlanInput, TrainingPlan
 from vitals_plugins.lab.preflight.cli import PreflightResult
 from vitals_plugins.lab.preflight.history import FailingNode
@@ -163,6 +164,7 @@ OUTPUTS: dict[str, Any] = {
     "vitals doctor": tuple[Check, ...],
     "vitals plan": PlanBody,
     "vitals preflight": PreflightResult,
+    "vitals drill": DrillResult,
     "vitals preflight --failed-nodes": tuple[FailingNode, ...],
     "vitals repro": ReplayVerdict,
     "vitals landscape": dict[str, Any],

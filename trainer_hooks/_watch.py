@@ -49,7 +49,7 @@ from trainer_hooks.repro.capsule import CapsuleContext
 from trainer_hooks.run_paths import RunPaths, open_inbox, open_journal, open_run
 from trainer_hooks.step.actions import snapshot_meta, start_branch, take_meta
 from trainer_hooks.step.context import RunContext
-from trainer_hooks.step.feature import StepFeatures
+from trainer_hooks.step.feature import StepFeature, StepFeatures
 from trainer_hooks.tensors.gradients import unwrap
 from trainer_hooks.terminal import Terminal
 from trainvitals.catalog import MAX_GROUPS
@@ -57,6 +57,7 @@ from trainvitals.clock import Clock, SystemClock
 from trainvitals.detect.outliers import LossKind
 from trainvitals.detect.posttraining.names import OnCollapse, Task
 from trainvitals.early_stopping import EarlyStopping
+from trainvitals.plugins import load_plugin
 from trainvitals.policy import Judge
 from trainvitals.records import (
     AttemptStarted,
@@ -226,6 +227,9 @@ def build_monitor_parts(arguments: WatchArguments) -> MonitorParts | None:
     environ = dict(os.environ)
     ranks, clock, faults = Ranks.join(), SystemClock(), FaultCounter()
     mode = arguments.agreed_mode(ranks, environ)
+    kinds: list[type[StepFeature]] = FEATURES
+    if environ.get("VITALS_DRILL"):  # `vitals drill` injects faults
+        kinds = [*FEATURES, *load_plugin("drill")(mode)]
     if mode == "off":
         return None
     tokens, config = arguments.tokens(), arguments.hyperparameters()
@@ -248,7 +252,10 @@ def build_monitor_parts(arguments: WatchArguments) -> MonitorParts | None:
     with ExitStack() as undo:
         undo.callback(device.release)  # a failed setup leaves the optimizers unchanged
         run_paths = open_run(ranks, environ, arguments.dir, clock, faults)
-        run = _run_context(mode, arguments, ranks, device, run_paths, environ, faults, clock)
+        features = StepFeatures(kinds)
+        run = _run_context(
+            mode, arguments, ranks, device, run_paths, environ, faults, clock, features
+        )
         undo.callback(run.emitter.close)
         info = run_info(
             name=arguments.run or "",
@@ -339,6 +346,7 @@ def _run_context(
     environ: Mapping[str, str],
     faults: FaultCounter,
     clock: Clock,
+    features: StepFeatures,
 ) -> RunContext:
     """Build the run's parts for the monitor, with its earlier starts' budgets. Collective."""
     assert mode != "off", "an unwatched run has no host part"
@@ -369,7 +377,6 @@ def _run_context(
     )
     columns = Rank0Columns(utilization, sampler, ranks.world_size)
     log = StepLog(emitter, columns, faults, is_rank0=ranks.rank == 0)
-    features = StepFeatures(FEATURES)
     run = RunContext(
         mode=mode,
         given=given,

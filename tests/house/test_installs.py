@@ -36,6 +36,7 @@ WORDS = {
     "resume": ["runs"],
     "plan": ["--params", "7e9", "--tokens", "1e12", "--gpus", "64", "--gpu", "h100"],
     "preflight": ["--failed-nodes"],
+    "drill": ["--budget", "60", "--", "true"],
     "agent": ["--dir", "runs", "--once"],
     "repro": ["runs", "3", "--entry", "train.py:build"],
     "landscape": ["runs", "--entry", "train.py:build"],

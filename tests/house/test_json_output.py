@@ -22,7 +22,7 @@ json_schema = build_docs.json_schema
 NOT_RUN = {
     "vitals landscape",  # a checkpoint
     "vitals repro",  # a stored bad step
-    "vitals preflight",  # ranks
+    *("vitals preflight", "vitals drill"),  # ranks
     "vitals stacks",  # ranks that respond
     *("vitals checkpoints list", "vitals checkpoints verify"),  # a checkpoint
     *("vitals alerts ack", "vitals alerts silence"),  # a firing alert

@@ -94,6 +94,7 @@ def test_a_command_of_a_plugin_reports_that_it_is_not_installed(copy, tmp_path):
         ["--help"],
         ["plan", "--params", "7e9"],
         ["preflight", "--failed-nodes"],
+        ["drill", "--", "true"],
         ["repro", "runs", "3", "--entry", "train.py:build"],
         ["landscape", "runs", "--entry", "train.py:build"],
         ["mirror", "run", "--to", "trackio"],

@@ -126,6 +126,9 @@ class StepFeature:
         """Return names of overridden hooks with no work in this run, so that no step calls them."""
         return ()
 
+    def before_measure(self, step: OutgoingStep) -> None:
+        """Work on this rank before its gradients are measured; may change them."""
+
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
         """Return values for ``slots.rank0``; called on rank 0 only, before the exchange."""
         return {}
@@ -239,6 +242,7 @@ class StepFeatures:
             if feature is not None:
                 self._by_name[kind.__qualname__] = feature
         self._features = tuple(self._by_name.values())
+        self._before_measure = self._overriding("before_measure")
         self._rank0_values = self._overriding("rank0_values")
         self._contribute = self._overriding("contribute")
         self._contribute_always = self._overriding("contribute_always")
@@ -275,6 +279,11 @@ class StepFeatures:
     def __getitem__(self, kind: type[Feature]) -> Feature:
         """Return the feature of a class that every run has."""
         return cast(Feature, self._by_name[kind.__qualname__])
+
+    def before_measure(self, step: OutgoingStep) -> None:
+        """Let all features work before this rank measures its gradients."""
+        for hook in self._before_measure:
+            hook(step)
 
     def rank0_values(self, step: OutgoingStep) -> dict[str, float]:
         """Return the values of all features for rank 0's slots."""

@@ -243,6 +243,7 @@ class StepPhases:
         turn, device.norms.part = self.turn, self.turn.part
         is_set = is_scheduled(device.schedulers, device.optimizers[0], self._rates)
         outgoing = OutgoingStep(step, run.attempt, turn.number, max_norm, self._rates, is_set)
+        run.features.before_measure(outgoing)
         root = _rank0_values(run, outgoing)
         device.norms.align()
         if turn.number:

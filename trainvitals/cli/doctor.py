@@ -180,6 +180,7 @@ def examine(environ: Mapping[str, str]) -> list[Check]:
         *check_memory(environ),
         check_run_directory(environ),
         Check(name="speed", status="info", text="not measured here: vitals preflight"),
+        Check(name="your loop", status="info", text="not tested here: vitals drill"),
     ]
 
 
@@ -241,7 +242,8 @@ def register(app: typer.Typer) -> None:
         priority and uses at most a quarter of the free memory, at most 4 GiB of the host and of
         each GPU. Ctrl-C ends it and shows the results so far.
 
-        For speed, links and clocks of all nodes of a job, use vitals preflight.
+        For speed, links and clocks of all nodes of a job, use vitals preflight. To test the
+        reaction to faults in your own loop, use vitals drill.
         """
         if gpu_check:
             raise typer.Exit(run_gpu_check(lambda module: find_spec(module) is not None))

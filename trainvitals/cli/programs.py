@@ -19,7 +19,7 @@ from trainvitals.errors import MissingDependencyError, UsageError, VitalsError
 GROUP = "trainvitals.commands"
 
 ORDER = (
-    *("demo", "up", "run", "doctor", "preflight", "resume", "plan", "agent"),
+    *("demo", "up", "run", "doctor", "preflight", "drill", "resume", "plan", "agent"),
     *("repro", "landscape"),
     *("collector", "runs", "show", "goodput", "forecast", "query", "export", "postmortem", "why"),
     *("tail", "mirror", "command", "stacks", "replay", "audit", "sql", "dashboard", "mcp"),
@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "resume": ("resume",),
     "plan": ("plan",),
     "preflight": ("preflight",),
+    "drill": ("drill",),
     "agent": ("agent",),
     "collector": (
         *("collector", "runs", "show", "why", "tail", "query", "postmortem"),
@@ -81,6 +82,7 @@ EXTRAS = {
     "checkpoints": "torch",
     "landscape": "torch",
     "preflight": "torch",
+    "drill": "collector",
     "repro": "torch",
     "mirror": "collector",
     "audit": "collector",

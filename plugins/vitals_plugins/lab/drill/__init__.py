@@ -1,1 +1,1 @@
-"""`vitals drill`: injects faults into a copy of the user's training, and judges the reaction."""
+"""`vitals drill`: injects faults into a copy of a training, and checks the promises."""

@@ -1,0 +1,52 @@
+"""Facts about one training of a drill, from which the judge decides."""
+
+from __future__ import annotations
+
+import msgspec
+
+from trainvitals.records import Decision, Finding
+from vitals_plugins.lab.drill.faults import DrillRecord
+from vitals_plugins.lab.drill.receiver import ReceivedAlert
+
+
+class DrillFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is known about one training of a drill."""
+
+    records: tuple[DrillRecord, ...] = ()
+    exit_code: int | None = None
+    """None if the drill ended it."""
+    is_out_of_time: bool = False
+    decisions: tuple[tuple[int, Decision], ...] = ()
+    """Decisions, with their time."""
+    findings: tuple[tuple[int, Finding], ...] = ()
+    notes: tuple[tuple[int, str, str], ...] = ()
+    """Time, kind and text of all other events."""
+    alerts: tuple[ReceivedAlert, ...] = ()
+    """Alerts that the local receiver got."""
+    resumed_step: int = -1
+    """Step at which the restarted training continued; -1 if it was not restarted."""
+    losses: dict[int, float | None] = {}
+    """Loss of each step that is stored."""
+    num_lost_rows: int = 0
+    output: tuple[str, ...] = ()
+    """Last lines that the program printed."""
+
+    def first(self, kind: str) -> DrillRecord | None:
+        """Return the first record of a kind from a drilled training."""
+        return next((each for each in self.records if each.kind == kind), None)
+
+    @property
+    def last_step(self) -> int:
+        """Return the last step of the drilled training that must be stored; -1 if unknown.
+
+        The row of a step is written in the next one, which a kill can prevent.
+        """
+        injected = self.first("injected")
+        if self.end_step >= 0:
+            return self.end_step - 1
+        return -1 if injected is None else injected.step - 2
+
+    @property
+    def end_step(self) -> int:
+        """Return the step at which the drill ended the training; -1 if it did not."""
+        return max((each.step for each in self.records if each.kind == "ended"), default=-1)

@@ -1,0 +1,317 @@
+"""Judges each fault of a drill: pure functions of the facts about its training."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from trainvitals.records import Decision, action_text
+from trainvitals.units import humanize_count
+from vitals_plugins.lab.drill.facts import DrillFacts
+from vitals_plugins.lab.drill.faults import FaultSpec
+from vitals_plugins.lab.drill.receiver import ReceivedAlert
+
+LOSS_STEPS = 10
+"""Latest steps whose mean loss is compared with the undisturbed training."""
+DrillOutcome = Literal["kept", "broken", "not protected", "not tested"]
+_HEAL = 'trainvitals.watch(..., mode="heal", checkpoints=True)'
+_GUARD = 'trainvitals.watch(..., mode="guard"), without VITALS_MODE=observe'
+_NORM = "attach(max_norm=...), or attached.before_clip() before the loop's clip"
+_GONE = re.compile(r"rank (\d+) \(pid .*\[rank_gone\]$")
+_RENDEZVOUS = (
+    "torchrun --standalone or --rdzv-backend=c10d: a static rendezvous keeps the address of the "
+    "killed rank, also without Vitals"
+)
+MORE_RANKS = "torchrun --nproc-per-node 2, or more"
+
+
+class DrillRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of one fault."""
+
+    fault: str
+    outcome: DrillOutcome
+    injected_step: int | None = None
+    seen: str = ""
+    """Kind of the finding, decision or alert that reported the fault."""
+    is_named_right: bool | None = None
+    """Whether the right rank was named; None if the fault has none, or none was named."""
+    action: str = ""
+    seconds: float | None = None
+    """From the injection to the report."""
+    loss_ratio: float | None = None
+    """Final loss divided by that of the undisturbed training at the same steps."""
+    alert: str = ""
+    """First alert that arrived at the local receiver."""
+    reason: str = ""
+    hint: str = ""
+    """Line that would protect the loop, or the next command."""
+
+
+class _Result(NamedTuple):
+    """Judgement of one fault, without the columns that all faults share."""
+
+    outcome: DrillOutcome
+    reason: str = ""
+    hint: str = ""
+    seen: str = ""
+    rank: int | None = None
+    """Rank that was named."""
+    action: str = ""
+    time_unix_ns: int = 0
+
+
+class _Case(NamedTuple):
+    """One injected fault and the facts about its training."""
+
+    spec: FaultSpec
+    facts: DrillFacts
+    step: int
+    rank: int
+    mode: str
+
+    def decision(self, action: str) -> tuple[int, Decision] | None:
+        """Return the first decision with this action since the fault of the drill."""
+        for time, decision in self.facts.decisions:
+            if decision.action == action and decision.step >= self.step:
+                return time, decision
+        return None
+
+    def alert(self) -> ReceivedAlert | None:
+        """Return the first promised alert that the drill's receiver got."""
+        return next((each for each in self.facts.alerts if each.name in self.spec.alerts), None)
+
+    def named_rank(self, *kinds: str) -> int | None:
+        """Return the rank that the latest finding of these kinds named during the drill."""
+        ranks = [f.rank for _, f in self.facts.findings if f.kind in kinds and f.rank >= 0]
+        return ranks[-1] if ranks else None
+
+    def note_time(self, code: str) -> int:
+        """Return when the drilled run noted this code; 0 if it did not."""
+        return next((time for time, _, text in self.facts.notes if f"[{code}]" in text), 0)
+
+
+def judge_fault(spec: FaultSpec, facts: DrillFacts, undisturbed: DrillFacts) -> DrillRow:
+    """Return the row of a fault.
+
+    Args:
+        spec: the fault.
+        facts: facts about the training in which it was injected.
+        undisturbed: facts about the training without a fault.
+    """
+    injected, impossible = facts.first("injected"), facts.first("impossible")
+    if facts.is_out_of_time:
+        text = "the budget ended before its outcome was known"
+        return _row(spec, _Result("not tested", text, "--budget SECONDS, or --only"), facts)
+    if impossible is not None:
+        return _row(spec, _Result("not protected", impossible.text, ""), facts)
+    if injected is None:
+        last = max(facts.losses, default=-1)
+        text = f"the program ended after step {last}, before the fault"
+        if facts.exit_code:
+            text = f"the program failed before the fault, with exit code {facts.exit_code}"
+        return _row(spec, _Result("not tested", text, "run it longer"), facts)
+    started = facts.first("started")
+    mode = "" if started is None else started.mode
+    case = _Case(spec, facts, injected.step, injected.rank, mode)
+    result = _JUDGES[spec.name](case)
+    row = _row(spec, result, facts)
+    alert, time = case.alert() or next(iter(facts.alerts), None), result.time_unix_ns
+    return msgspec.structs.replace(
+        row,
+        injected_step=injected.step,
+        seconds=(time - injected.time_unix_ns) / 1e9 if time else None,
+        is_named_right=None if result.rank is None else result.rank == injected.rank,
+        alert="" if alert is None else f"{alert.name} ({alert.severity})",
+        loss_ratio=_loss_ratio(facts, undisturbed),
+    )
+
+
+def _row(spec: FaultSpec, result: _Result, facts: DrillFacts) -> DrillRow:
+    return DrillRow(
+        fault=spec.name,
+        outcome=result.outcome,
+        reason=result.reason,
+        hint=result.hint,
+        seen=result.seen,
+        action=result.action,
+    )
+
+
+def _loss_ratio(facts: DrillFacts, undisturbed: DrillFacts) -> float | None:
+    """Return the drilled training's final loss divided by the undisturbed one at these steps."""
+    end = facts.end_step
+    drilled, clean = mean_loss(facts, end), mean_loss(undisturbed, end)
+    return drilled / clean if drilled is not None and clean else None
+
+
+def mean_loss(facts: DrillFacts, end_step: int) -> float | None:
+    """Return the mean loss of the last steps before ``end_step``; None if one is missing."""
+    losses = [facts.losses.get(step) for step in range(end_step - LOSS_STEPS, end_step)]
+    known = [loss for loss in losses if loss is not None]
+    return statistics.fmean(known) if end_step > 0 and len(known) == LOSS_STEPS else None
+
+
+def _wrong_rank(case: _Case, rank: int | None) -> str:
+    """Return the reason if a drill's fault was attributed to another rank; empty otherwise."""
+    if rank is None or rank < 0 or rank == case.rank:
+        return ""
+    return f"rank {rank} was named, and rank {case.rank} had the fault"
+
+
+def _judge_skip(case: _Case) -> _Result:
+    """Judge a fault whose update must be skipped: only this update."""
+    report = case.decision("skip_step")
+    if report is None or report[1].step != case.step:
+        if case.note_time("norm_unknown") and case.spec.name == "spike":
+            text = "attach() does not know the gradient norm before the loop's clip"
+            return _Result("not protected", text, _NORM)
+        return _Result("broken", f"the update of step {case.step} was not skipped")
+    time, decision = report
+    rank = None if decision.rank < 0 else decision.rank
+    result = _Result("kept", "", "", decision.rule, rank, action_text(decision), time)
+    if not decision.acted:
+        return result._replace(
+            outcome="not protected", reason=f"mode {case.mode!r} only records", hint=_GUARD
+        )
+    wrong = _wrong_rank(case, rank)
+    return (
+        result._replace(outcome="broken", reason=wrong) if wrong else _must_continue(case, result)
+    )
+
+
+def _must_continue(case: _Case, result: _Result) -> _Result:
+    """Return the result; broken if the drilled training did not reach its end with a loss."""
+    facts = case.facts
+    if facts.end_step < 0:
+        last = max(facts.losses, default=-1)
+        text = f"training ended after step {last}, with exit code {facts.exit_code}"
+        return result._replace(outcome="broken", reason=text)
+    loss = mean_loss(facts, facts.end_step)
+    if loss is None or not math.isfinite(loss):
+        return result._replace(outcome="broken", reason="the final loss is missing or not finite")
+    return result
+
+
+def _judge_repair(case: _Case) -> _Result:
+    """Judge a damaged state: ``heal`` rolls back, the other modes page."""
+    rollback = case.decision("rollback")
+    if rollback is not None and rollback[1].acted:
+        time, decision = rollback
+        rank = decision.rank if decision.rank >= 0 else case.named_rank("replica_named")
+        result = _Result("kept", "", "", decision.rule, rank, action_text(decision), time)
+        wrong = _wrong_rank(case, rank)
+        if wrong:
+            return result._replace(outcome="broken", reason=wrong)
+        return _must_continue(case, result)
+    if case.mode == "heal":
+        return _Result("broken", "the damaged state was not rolled back")
+    alert = case.alert()
+    if alert is None:
+        names = ", ".join(case.spec.alerts)
+        return _Result("broken", f"the state is damaged, and no alert arrived ({names})")
+    halt = case.decision("halt")
+    kinds = ("nonfinite_params", "replica_corrupted", "replica_named")
+    rank = case.named_rank(*kinds)
+    action = "paged" if halt is None else action_text(halt[1])
+    seen = next((f.kind for _, f in case.facts.findings if f.kind in kinds), "")
+    text = f"mode {case.mode!r} pages for a damaged state, and does not repair it"
+    return _Result("not protected", text, _HEAL, seen, rank, action, alert.received_unix_ns)
+
+
+def _judge_slow(case: _Case) -> _Result:
+    """Judge a slow rank: it must be named."""
+    for time, finding in case.facts.findings:
+        if finding.kind == "straggler" and finding.step >= case.step:
+            cause = finding.cause.removeprefix("straggler_")
+            seen = f"straggler, {cause}" if cause else "straggler"
+            wrong = _wrong_rank(case, finding.rank)
+            result = _Result("kept", "", "", seen, finding.rank, "reported", time)
+            if wrong:
+                return result._replace(outcome="broken", reason=wrong)
+            return _must_continue(case, result)
+    return _Result("broken", "the slow rank was not reported")
+
+
+def _judge_stop(case: _Case) -> _Result:
+    """Judge a stopped rank: it must be named by a page, and continue after SIGCONT."""
+    alert = case.alert()
+    if alert is None:
+        return _Result("broken", "the hang was not paged")
+    rank = case.named_rank("hang")
+    result = _Result("kept", "", "", alert.name, rank, "paged", alert.received_unix_ns)
+    wrong = _wrong_rank(case, rank)
+    if wrong:
+        return result._replace(outcome="broken", reason=wrong)
+    return _must_continue(case, result)
+
+
+def _judge_kill(case: _Case) -> _Result:
+    """Judge a killed rank: a page, and a restart that continues from a checkpoint."""
+    alert, facts = case.alert(), case.facts
+    if alert is None:
+        return _Result("broken", "no alert arrived for the killed rank")
+    rank = next((int(match[1]) for _, _, text in facts.notes if (match := _GONE.match(text))), None)
+    result = _Result("kept", "", "", alert.name, rank, "reported", alert.received_unix_ns)
+    wrong = _wrong_rank(case, rank)
+    if wrong:
+        return result._replace(outcome="broken", reason=wrong)
+    if max(facts.losses, default=-1) < facts.last_step:
+        return result._replace(outcome="broken", reason="steps before the kill are not stored")
+    started = facts.first("started")
+    if started is None or started.first_save_step < 0:
+        text = "without checkpoints a restart begins at step 0"
+        return result._replace(outcome="not protected", reason=text, hint=_HEAL)
+    if sum(each.kind == "started" and each.rank == 0 for each in facts.records) < 2:
+        text = f"the second start ended with exit code {facts.exit_code}, before Vitals started"
+        return result._replace(outcome="not tested", reason=text, hint=_RENDEZVOUS)
+    if facts.resumed_step <= 0:
+        text = "a second start did not continue from a checkpoint"
+        return result._replace(outcome="broken", reason=text)
+    return _must_continue(
+        case, result._replace(action=f"resumed from step {facts.resumed_step} after a new start")
+    )
+
+
+def _judge_agent(case: _Case) -> _Result:
+    """Judge a killed agent: it is started again, and no row is lost."""
+    time = case.note_time("agent_restarted")
+    if not time:
+        return _Result("broken", "the agent was not started again")
+    result = _Result("kept", "", "", "agent_restarted", None, "agent started again", time)
+    return _must_store_all(case, result)
+
+
+def _judge_collector(case: _Case) -> _Result:
+    """Judge an unavailable collector: training continues, and its rows arrive later."""
+    result = _Result("kept", "", "", "", None, "rows arrived later")
+    if case.facts.first("continued") is None:
+        return result._replace(outcome="broken", reason="training did not continue without it")
+    return _must_store_all(case, result)
+
+
+def _must_store_all(case: _Case, result: _Result) -> _Result:
+    """Return the result; broken if a step of the drilled training is not stored."""
+    facts = case.facts
+    missing = set(range(facts.end_step)) - set(facts.losses)
+    if missing or facts.num_lost_rows:
+        text = f"{humanize_count(len(missing), 'step')} missing, {facts.num_lost_rows} rows lost"
+        return result._replace(outcome="broken", reason=text)
+    return _must_continue(case, result)
+
+
+_JUDGES: dict[str, Callable[[_Case], _Result]] = {
+    "nan_gradient": _judge_skip,
+    "spike": _judge_skip,
+    "nan_parameters": _judge_repair,
+    "bit_flip": _judge_repair,
+    "slow_rank": _judge_slow,
+    "stopped_rank": _judge_stop,
+    "killed_rank": _judge_kill,
+    "killed_agent": _judge_agent,
+    "collector_down": _judge_collector,
+}

@@ -1,0 +1,187 @@
+"""The judge of a drill: facts in, one row out."""
+
+import pytest
+from msgspec.structs import replace
+
+from trainvitals.records import Decision, Finding
+from vitals_plugins.lab.drill.facts import DrillFacts
+from vitals_plugins.lab.drill.faults import FAULTS, DrillRecord
+from vitals_plugins.lab.drill.judge import judge_fault
+from vitals_plugins.lab.drill.receiver import ReceivedAlert
+
+STEP, END, SECOND = 80, 110, 1_000_000_000
+LOSSES = dict.fromkeys(range(END), 2.0)
+UNDISTURBED = DrillFacts(losses=dict.fromkeys(range(200), 1.0))
+
+
+def record(kind, rank=0, step=-1, **fields):
+    return DrillRecord(kind=kind, rank=rank, step=step, time_unix_ns=SECOND, **fields)
+
+
+def facts(fault="nan_gradient", mode="guard", rank=1, **changes):
+    started = record("started", mode=mode, world_size=2)
+    records = (started, record("injected", rank, STEP), record("ended", step=END))
+    return replace(DrillFacts(records=records, exit_code=0, losses=LOSSES), **changes)
+
+
+def decision(action, rule, rank=1, step=STEP, acted=True, **fields):
+    given = {"ledger_seq": 1, "decided_at_step": step, "attempt": 1, "reason": "", "cause": ""}
+    return 3 * SECOND, Decision(
+        action=action, rule=rule, rank=rank, step=step, acted=acted, **given, **fields
+    )
+
+
+def finding(kind, rank=1, step=STEP, cause=""):
+    return 4 * SECOND, Finding(
+        kind=kind, level="advisory", step=step, detector="x", reason="", rank=rank, cause=cause
+    )
+
+
+def alert(name):
+    return ReceivedAlert(
+        name=name, run_id="r", severity="page", state="firing", received_unix_ns=5 * SECOND
+    )
+
+
+def judged(fault, found):
+    row = judge_fault(FAULTS[fault], found, UNDISTURBED)
+    return row.outcome, row.is_named_right, row.reason
+
+
+def test_a_skipped_update_of_the_right_rank_is_kept_with_time_and_loss():
+    row = judge_fault(
+        FAULTS["nan_gradient"],
+        facts(decisions=(decision("skip_step", "nonfinite"),), alerts=(alert("X"),)),
+        UNDISTURBED,
+    )
+    assert ("kept", STEP, "nonfinite", True) == (
+        row.outcome, row.injected_step, row.seen, row.is_named_right
+    )  # fmt: skip
+    assert (2.0, 2.0, "X (page)") == (row.seconds, row.loss_ratio, row.alert)
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome", "reason"),
+    [
+        ({}, "broken", "the update of step 80 was not skipped"),
+        (
+            {"decisions": (decision("skip_step", "nonfinite", step=81),)},
+            "broken",
+            "was not skipped",
+        ),
+        (
+            {"decisions": (decision("skip_step", "nonfinite", rank=0),)},
+            "broken",
+            "rank 0 was named",
+        ),
+        (
+            {"decisions": (decision("skip_step", "nonfinite", acted=False),)},
+            "not protected",
+            "only records",
+        ),
+        (
+            {"decisions": (decision("skip_step", "nonfinite"),), "losses": {0: 1.0}},
+            "broken",
+            "final loss is missing",
+        ),
+        ({"is_out_of_time": True}, "not tested", "budget"),
+    ],
+)
+def test_a_fault_that_must_be_skipped(changes, outcome, reason):
+    row = judge_fault(FAULTS["nan_gradient"], facts(**changes), UNDISTURBED)
+    assert outcome == row.outcome
+    assert reason in row.reason
+
+
+def test_a_fault_that_was_not_injected_is_never_kept_nor_broken():
+    started = record("started", mode="guard")
+    skipped = (decision("skip_step", "nonfinite"),)
+    ended = facts(records=(started,), decisions=skipped, losses={0: 1.0, 1: 1.0})
+    assert ("not tested", None) == judged("nan_gradient", ended)[:2]
+    assert "after step 1, before" in judged("nan_gradient", ended)[2]
+    failed = replace(ended, exit_code=3)
+    assert "failed before the fault, with exit code 3" in judged("spike", failed)[2]
+    impossible = record("impossible", text="no other rank holds the same parameters")
+    shard = replace(ended, records=(started, impossible))
+    assert ("not protected", None, impossible.text) == judged("bit_flip", shard)
+
+
+def test_heal_repairs_a_damaged_state_and_guard_pages():
+    healed = facts(mode="heal", decisions=(decision("rollback", "nonfinite_params", step=83),))
+    assert ("kept", True, "") == judged("nan_parameters", healed)
+    assert ("broken", None, "the damaged state was not rolled back") == judged(
+        "nan_parameters", facts(mode="heal", alerts=(alert("TrainingHalted"),))
+    )
+    halted = facts(
+        records=facts().records[:2],
+        decisions=(decision("halt", "nonfinite_params", step=83),),
+        findings=(finding("nonfinite_params"),),
+        alerts=(alert("TrainingHalted"),),
+    )
+    outcome, is_named_right, reason = judged("nan_parameters", halted)
+    assert ("not protected", True) == (outcome, is_named_right)
+    assert "does not repair it" in reason
+    assert "broken" == judged("nan_parameters", replace(halted, alerts=()))[0]
+
+
+def test_of_two_ranks_the_one_with_the_flipped_bit_is_named_after_the_replay():
+    rollback = decision("rollback", "replica_corrupted", rank=-1, step=100)
+    named = facts(mode="heal", decisions=(rollback,), findings=(finding("replica_named"),))
+    assert ("kept", True, "") == judged("bit_flip", named)
+    unnamed = facts(mode="heal", decisions=(rollback,))
+    assert ("kept", None, "") == judged("bit_flip", unnamed)
+    wrong = facts(mode="heal", decisions=(rollback,), findings=(finding("replica_named", 0),))
+    assert ("broken", False) == judged("bit_flip", wrong)[:2]
+
+
+def test_a_slow_rank_must_be_named():
+    late = facts(findings=(finding("straggler", cause="straggler_forward"),))
+    assert ("kept", True, "") == judged("slow_rank", late)
+    assert "broken" == judged("slow_rank", facts(findings=(finding("straggler", 0),)))[0]
+    assert "broken" == judged("slow_rank", facts())[0]
+
+
+def test_a_stopped_rank_is_paged_and_continues():
+    hung = facts(findings=(finding("hang"),), alerts=(alert("RankHung"),))
+    assert ("kept", True, "") == judged("stopped_rank", hung)
+    assert ("broken", None, "the hang was not paged") == judged("stopped_rank", facts())
+    still = replace(hung, records=hung.records[:2])
+    assert "training ended after step 109" in judged("stopped_rank", still)[2]
+
+
+def test_a_killed_rank_is_reported_and_a_second_start_continues():
+    gone = (2 * SECOND, "Note", "rank 1 (pid 7 on vm) ended without a clean exit [rank_gone]")
+    killed = facts(alerts=(alert("RunFailed"),), notes=(gone,), losses=LOSSES)
+    outcome, is_named_right, reason = judged("killed_rank", killed)
+    assert ("not protected", True, "without checkpoints a restart begins at step 0") == (
+        outcome, is_named_right, reason
+    )  # fmt: skip
+    saved = record("started", mode="heal", first_save_step=60)
+    failed = replace(killed, records=(saved, *killed.records[1:]), exit_code=1)
+    assert ("not tested", True) == judged("killed_rank", failed)[:2]
+    resumed = replace(failed, records=(saved, saved, *killed.records[1:]), resumed_step=60)
+    assert ("kept", True, "") == judged("killed_rank", resumed)
+    again = replace(resumed, resumed_step=0)
+    assert "did not continue from a checkpoint" in judged("killed_rank", again)[2]
+    assert "are not stored" in judged("killed_rank", replace(resumed, losses={0: 1.0}))[2]
+    assert "no alert arrived" in judged("killed_rank", replace(resumed, alerts=()))[2]
+
+
+@pytest.mark.parametrize("fault", ["killed_agent", "collector_down"])
+def test_no_row_is_lost_without_the_agent_or_the_collector(fault):
+    note = (2 * SECOND, "Note", "the node's agent was killed; restarted [agent_restarted]")
+    records = (*facts().records, record("continued", step=100))
+    whole = facts(notes=(note,), records=records)
+    assert "kept" == judged(fault, whole)[0]
+    gap = replace(whole, losses={step: 1.0 for step in LOSSES if step != 90})
+    assert ("broken", None, "1 step missing, 0 rows lost") == judged(fault, gap)
+    lost = replace(whole, num_lost_rows=2)
+    assert "2 rows lost" in judged(fault, lost)[2]
+    assert "broken" == judged(fault, facts())[0]
+
+
+def test_an_outlier_of_an_unknown_norm_names_the_line_that_would_protect():
+    note = (2 * SECOND, "Note", "gradient-norm outliers are not judged [norm_unknown]")
+    row = judge_fault(FAULTS["spike"], facts(notes=(note,)), UNDISTURBED)
+    assert "not protected" == row.outcome
+    assert "attach(max_norm=...)" in row.hint
