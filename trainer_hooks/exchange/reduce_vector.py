@@ -11,8 +11,8 @@ ranks share a slot, which holds the sum of their values, and a second part ident
     fields of slot 0 | of slot 1 ... | the same as bits | exact fields of rank 0 | of rank 1 ...
 
 In the bits, the i-th rank of a slot adds 2**i if its number is not zero: such a sum is exact, and
-identifies each of them. Values that need more than a bit have a place per rank: 24 bytes instead of
-120.
+identifies each of them. Values that need more than a bit have a place per rank: 32 bytes instead of
+128.
 
 The verdict is computed on the device from the reduced numbers, so it is the same on every rank. The
 host reads the numbers a fixed number of steps late, so that nothing waits for the GPU, and turns
