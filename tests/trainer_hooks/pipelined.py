@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
 
 STEPS, BATCH, MICRO = 14, 16, 4
 BAD = (3, 4, 9)
@@ -37,10 +38,18 @@ def split(rank, size):
 class Pipelined:
     """One rank of the training; equal names on all stages unless ``distinct``."""
 
-    def __init__(self, optimizer="adamw-fused", schedule="gpipe", *, distinct=False):
+    def __init__(self, optimizer="adamw-fused", schedule="gpipe", *, distinct=False, mesh=None):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.seed, group = 0, None
+        if mesh is not None:  # data parallel, pipeline
+            self.rank, self.size = mesh["pp"].get_local_rank(), mesh["pp"].size()
+            self.seed, group = 10**6 * mesh["dp"].get_local_rank(), mesh["pp"].get_group()
         torch.manual_seed(self.rank)
         self.module = split(self.rank, self.size) if distinct else Block()
+        if mesh is not None:
+            self.module = DistributedDataParallel(
+                self.module, process_group=mesh["dp"].get_group(), broadcast_buffers=False
+            )
         self.is_last = self.rank == self.size - 1
         # Without these, torch runs the later stages on uninitialized memory to learn the shapes,
         # which the statistics of batch norm keep.
@@ -48,15 +57,16 @@ class Pipelined:
         moved = torch.zeros(BATCH // MICRO, 8, requires_grad=True)
         received = chunk if self.rank == 0 else moved
         device = torch.device("cpu")
-        stage = PipelineStage(self.module, self.rank, self.size, device, received, moved)
+        stage = PipelineStage(
+            self.module, self.rank, self.size, device, received, moved, group=group
+        )
         self.schedule = SCHEDULES[schedule](stage, MICRO, loss_fn=nn.functional.mse_loss)
         self.optimizer = OPTIMIZERS[optimizer](self.module.parameters())
-        self.hook = None
 
     def backward(self, step, factor=1.0):
         """Run the schedule on a step's data; return the loss on the last stage, otherwise None."""
-        torch.manual_seed(1000 * step + self.rank)
-        generator = torch.Generator().manual_seed(step)
+        torch.manual_seed(1000 * step + self.rank + self.seed)
+        generator = torch.Generator().manual_seed(step + self.seed)
         x = torch.randn(BATCH, 8, generator=generator)
         arguments = (x * factor,) if self.rank == 0 else ()
         if not self.is_last:

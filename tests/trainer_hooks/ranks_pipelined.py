@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
 
 import trainer_hooks
@@ -158,6 +159,30 @@ def refusals():
     return texts
 
 
+def data_parallel(schedule):
+    """Two pipelines of two stages, whose equal stages DDP averages; NaN in one pipeline's data."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    expected = Pipelined(schedule=schedule, mesh=mesh).run_bare()
+    training, losses, norms = Pipelined(schedule=schedule, mesh=mesh), [], []
+    with watch(training) as monitor:
+        records = records_of(monitor)
+        for step in range(STEPS):
+            loss = training.backward(step, NAN if step in BAD and training.seed else 1.0)
+            losses.append(0.0 if loss is None else loss.item())
+            norms.append(training.norm().item() / 2**0.5)  # it counts both replicas
+            monitor.step(loss)
+    good = [step for step in range(STEPS) if step not in BAD]
+    return {
+        "exact": alike(expected, training.bits()),
+        "losses": [losses[step] for step in good],
+        "norms": [norms[step] for step in good],
+        "recorded losses": [records[step].loss for step in good],
+        "recorded norms": [records[step].grad_norm for step in good],
+        "skipped": [record.step for record in records if record.skipped],
+        "faults": monitor.swallowed_errors,
+    }
+
+
 def cases(rank, folder, *, world_size):
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size
@@ -180,6 +205,8 @@ def cases(rank, folder, *, world_size):
         found["bad gradient"] = [bad_gradient(0), bad_gradient(1)]
         found["clips"] = clips()
         found["refusals"] = refusals()
+    else:
+        found["data parallel"] = data_parallel("1f1b")
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -58,6 +58,18 @@ def test_equal_names_of_stages_get_the_stage_and_other_names_stay(found):
         assert ["0.weight", "0.bias"] == [name.removeprefix("stage0.") for name in other[:2]]
 
 
+def test_two_pipelines_that_ddp_averages_have_one_norm_one_loss_and_exact_skips(of_four):
+    cases = [rank["data parallel"] for rank in of_four]
+    last = [case["losses"] for case in cases if any(case["losses"])]
+    mean = [sum(losses) / 2 for losses in zip(*last, strict=True)]
+    for case in cases:
+        assert case["exact"]
+        assert case["skipped"] == list(BAD)
+        assert case["recorded norms"] == pytest.approx(case["norms"], rel=1e-6)
+        assert case["recorded losses"] == pytest.approx(mean, rel=1e-6)
+        assert case["faults"] == {}
+
+
 def test_a_nan_loss_does_not_blame_the_last_stage(found):
     assert [UNKNOWN] * len(BAD) == found[0]["skips"]["gpipe adamw-fused"]["reasons"]
 
