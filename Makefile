@@ -24,7 +24,7 @@ BASE ?= main
 NUM_WORKERS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test collected pytest test-again test-fast test-changed test-nightly test-slow chaos soak fuzz mutants test-oldest test-integrations test-deploy deploy-tools lint bench bench-hang bench-corruption bench-judgement bench-forecast gpu-check gpu-wheels docs site screenshot lock sbom licences release clean
+.PHONY: help setup demo test collected pytest test-again test-fast test-changed test-nightly test-slow chaos soak fuzz mutants test-oldest test-integrations test-deploy deploy-tools lint bench bench-hang bench-corruption bench-judgement bench-forecast bench-posttraining gpu-check gpu-wheels docs site screenshot lock sbom licences release clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -115,6 +115,9 @@ bench-judgement: $(STAMP) ## small trainings, healthy and damaged, with the libr
 
 bench-forecast: $(STAMP) ## where time went, ends, final losses, plans: held against what is known (three minutes)
 	$(BIN)/python -m vitals_bench forecast --page docs/figures.md $(ARGS)
+
+bench-posttraining: $(STAMP) ## small GRPO, PPO, DPO and SFT trainings, healthy and with faults: which are reported, how soon (10 minutes)
+	$(BIN)/python -m vitals_bench posttraining --page docs/figures.md $(ARGS)
 
 gpu-check: $(STAMP) ## the guard, the snapshots and the agent on each GPU, and their cost, in at most 560 s; without a GPU those parts are skipped (ARGS="--resume")
 	OMP_NUM_THREADS=1 $(BIN)/python -m vitals_bench gpu --out build/gpu-check $(ARGS)

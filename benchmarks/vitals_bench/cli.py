@@ -25,7 +25,7 @@ Options = Mapping[str, Mapping[str, object]]
 """What the parts of a benchmark are called with besides ``quick``."""
 APART = (
     *("hang", "straggler", "corruption", "repro", "judgement", "sizes", "attribution"),
-    *("forecast", "explanation", "gpu", "assistants"),
+    *("forecast", "explanation", "posttraining", "gpu", "assistants"),
 )
 """Benches that run only by their own name; their parts of the page stay when it is written."""
 
@@ -124,6 +124,9 @@ def build_app() -> typer.Typer:
     app.command("judgement", epilog=f"Example: {PROGRAM} judgement --quick")(bench_judgement)
     app.command("attribution", epilog=f"Example: {PROGRAM} attribution --quick")(bench_attribution)
     app.command("explanation", epilog=f"Example: {PROGRAM} explanation --quick")(bench_explanation)
+    app.command("posttraining", epilog=f"Example: {PROGRAM} posttraining --quick")(
+        bench_posttraining
+    )
     app.command("forecast", epilog=f"Example: {PROGRAM} forecast --quick")(bench_forecast)
     app.command("gpu", epilog=f"Example: {PROGRAM} gpu check --resume")(bench_gpu)
     return app
@@ -373,6 +376,31 @@ def bench_explanation(
     )  # fmt: skip
 
 
+def bench_posttraining(
+    quick: Quick = False,
+    output: Output = Format.TABLE,
+    page: Part = None,
+    kinds: Annotated[str, typer.Option(help="Only these trainings, comma-separated.")] = "",
+    seeds: Seeds = "",
+    results: Results = None,
+) -> None:
+    """Train GRPO, RLOO, PPO, DPO, SFT and reward models, healthy and with faults.
+
+    A training takes a second or two; half of the seeds are held out. Count what is reported.
+    """
+    from vitals_bench.posttraining.measure import Options as Trained
+
+    trained = Trained(
+        kinds=_words(kinds),
+        seeds=tuple(int(seed) for seed in _words(seeds)),
+        results=results,
+    )
+    _run(
+        ("posttraining",), quick=quick, output=output, page=page,
+        options={"posttraining": {"options": trained}},
+    )  # fmt: skip
+
+
 def bench_forecast(
     quick: Quick = False, output: Output = Format.TABLE, page: Part = None, traces: Traces = None
 ) -> None:
@@ -468,6 +496,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         judgement,
         numbers,
         parts,
+        posttraining,
         query,
         sizes,
         straggler,
@@ -494,6 +523,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         "attribution": attribution.PARTS,
         "forecast": forecast.PARTS,
         "explanation": explanation.PARTS,
+        "posttraining": posttraining.PARTS,
     }
 
 

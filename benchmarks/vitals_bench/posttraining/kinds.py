@@ -1,0 +1,129 @@
+"""Kinds of trainings: faults with the detectors that name them, and healthy look-alikes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainvitals.detect.posttraining.names import Task
+from vitals_bench.posttraining.pairs import Compared
+from vitals_bench.posttraining.policy import (
+    Sampled,
+    constant,
+    ended,
+    exact,
+    longer,
+    matches,
+    noise,
+    noisy,
+    plus,
+    repeats,
+    switched,
+    wandering,
+)
+
+ONSET = 80
+"""First step of faults that begin later."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of training."""
+
+    task: Task
+    run: Sampled | Compared
+    steps: int = 200
+    detectors: tuple[str, ...] = ()
+    """Detectors of which one names the fault; none: the training is healthy."""
+    onset: int = 0
+    """First step of the fault."""
+
+
+def _sampled(run: Sampled, *detectors: str, onset: int = 0, steps: int = 200) -> Kind:
+    return Kind(task=run.algorithm, run=run, detectors=detectors, onset=onset, steps=steps)
+
+
+def _compared(run: Compared, *detectors: str, steps: int = 120) -> Kind:
+    return Kind(task=run.algorithm, run=run, detectors=detectors, steps=steps)
+
+
+_SOLVED = matches(6)
+_LOST = ("policy_collapse", "kl_runaway")
+
+FAULTS: Mapping[str, Kind] = {
+    "reward without signal": _sampled(
+        Sampled(rewards=noise, learning_rate=0.1, beta=0.0), *_LOST, steps=240
+    ),
+    "signal lost": _sampled(
+        Sampled(rewards=switched(_SOLVED, noise, ONSET), learning_rate=0.03, beta=0.0),
+        *_LOST, onset=ONSET, steps=240,
+    ),
+    "parser breaks": _sampled(
+        Sampled(rewards=switched(_SOLVED, constant(0.0), ONSET)), "dead_reward", onset=ONSET
+    ),
+    "constant reward": _sampled(Sampled(rewards=constant(0.5)), "dead_reward"),
+    "task too hard": _sampled(Sampled(rewards=exact(matches(9))), "dead_reward"),
+    "learning rate x100": _sampled(
+        Sampled(rewards=_SOLVED, beta=0.0, rate_factor=100.0, onset=ONSET),
+        *_LOST, "truncation", "dead_reward", "sampler_gap", onset=ONSET,
+    ),
+    "prefers length": _sampled(
+        Sampled(rewards=switched(_SOLVED, longer, ONSET), held_out=_SOLVED),
+        *_LOST, "truncation", "reward_hacking", onset=ONSET, steps=220,
+    ),
+    "flaw of the reward": _sampled(
+        Sampled(
+            rewards=switched(_SOLVED, plus(_SOLVED, repeats, 4.0), ONSET), held_out=_SOLVED
+        ),
+        "reward_hacking", *_LOST, "truncation", onset=ONSET, steps=220,
+    ),
+    "repeats one token": _sampled(
+        Sampled(rewards=repeats, beta=0.0, end_bias=1.0), "policy_collapse", "truncation"
+    ),
+    "no end of text": _sampled(
+        Sampled(rewards=ended(_SOLVED), has_no_end=True, onset=ONSET),
+        "truncation", "policy_collapse", onset=ONSET, steps=220,
+    ),
+    "stale sampler": _sampled(
+        Sampled(rewards=_SOLVED, has_stale_sampler=True, onset=20), "sampler_gap", onset=20
+    ),
+    "sampler's temperature": _sampled(
+        Sampled(rewards=_SOLVED, temperature=1.6, onset=ONSET), "sampler_gap", onset=ONSET
+    ),
+    "PPO, too many updates": _sampled(
+        Sampled(rewards=_SOLVED, algorithm="ppo", updates=8, learning_rate=0.05),
+        "policy_ratio", steps=400,
+    ),
+    "RLOO, parser breaks": _sampled(
+        Sampled(rewards=switched(_SOLVED, constant(0.0), ONSET), algorithm="rloo"),
+        "dead_reward", onset=ONSET,
+    ),
+    "DPO, equal pairs": _compared(
+        Compared(difference=0.1, label_noise=0.4, beta=0.05, learning_rate=0.03), "preference"
+    ),
+    "DPO, leak": _compared(Compared(has_leak=True, learning_rate=3e-3), "preference"),
+    "reward model, leak": _compared(
+        Compared(algorithm="reward_model", has_leak=True, learning_rate=3e-2), "preference"
+    ),
+}  # fmt: skip
+
+HEALTHY: Mapping[str, Kind] = {
+    "solved": _sampled(Sampled(rewards=_SOLVED)),
+    "solved fast": _sampled(Sampled(rewards=_SOLVED, learning_rate=0.03)),
+    "right or wrong": _sampled(Sampled(rewards=exact(matches(2), 1.0)), steps=240),
+    "the length is needed": _sampled(Sampled(rewards=matches(8), end_bias=1.5), steps=240),
+    "no penalty": _sampled(Sampled(rewards=_SOLVED, beta=0.0), steps=240),
+    "noisy reward model": _sampled(Sampled(rewards=noisy(_SOLVED, 0.3)), steps=240),
+    "slow noise": _sampled(Sampled(rewards=wandering(_SOLVED, 0.1)), steps=240),
+    "held-out reward": _sampled(Sampled(rewards=noisy(_SOLVED, 0.1), held_out=_SOLVED)),
+    "RLOO": _sampled(Sampled(rewards=_SOLVED, algorithm="rloo")),
+    "PPO": _sampled(Sampled(rewards=_SOLVED, algorithm="ppo", updates=4), steps=400),
+    "DPO": _compared(Compared()),
+    "DPO, large rate": _compared(Compared(learning_rate=1e-3)),
+    "SFT": _compared(Compared(algorithm="sft", learning_rate=0.01)),
+    "reward model": _compared(Compared(algorithm="reward_model", learning_rate=3e-3)),
+}
+"""Entropy, groups with a gradient and reward end where those of faults do, because the task is
+solved."""
+
+KINDS: Mapping[str, Kind] = {**FAULTS, **HEALTHY}

@@ -1,0 +1,49 @@
+"""The benchmark of post-training: its plan, its counts, and two trainings."""
+
+import pytest
+
+from vitals_bench.posttraining.kinds import FAULTS, HEALTHY, KINDS, ONSET
+from vitals_bench.posttraining.measure import SEEDS, Options, Outcome, figures, measure_trainings
+from vitals_bench.rows import Grid, Row
+
+pytestmark = pytest.mark.nightly
+
+
+def rows_of(outcomes: list[Outcome]) -> dict[str, float | None]:
+    return {row.name: row.ours for row in figures(outcomes) if isinstance(row, Row)}
+
+
+def test_half_of_the_seeds_are_held_out_and_every_task_has_a_healthy_kind():
+    assert len(FAULTS) >= 12
+    assert len(HEALTHY) * len(SEEDS) >= 40
+    assert {"grpo", "rloo", "ppo", "dpo", "sft", "reward_model"} == {
+        kind.task for kind in HEALTHY.values()
+    }
+    held_out = [seed for seed in SEEDS if Outcome(kind="solved", seed=seed).is_held_out]
+    assert len(SEEDS) == 2 * len(held_out)
+    assert all(kind.onset < kind.steps for kind in KINDS.values())
+
+
+def test_a_report_before_the_onset_or_by_another_name_is_not_right():
+    right = Outcome(kind="parser breaks", seed=1, findings=[(ONSET + 17, "dead_reward")])
+    early = Outcome(kind="parser breaks", seed=3, findings=[(ONSET - 1, "dead_reward")])
+    other = Outcome(kind="parser breaks", seed=5, findings=[(ONSET + 5, "kl_runaway")])
+    assert [17, None, None] == [outcome.delay for outcome in (right, early, other)]
+    rows = rows_of([right, early, other, Outcome(kind="solved", seed=1, num_pages=1)])
+    assert 100 / 3 == rows["faults reported by name, held-out seeds"]
+    assert 100 / 3 == rows["runs with a report whose first one is right, held-out seeds"]
+    assert 1 == rows["healthy runs with a page, held-out seeds"]
+    assert 0 == rows["healthy runs with an action, held-out seeds"]
+
+
+def test_two_trainings_are_judged_and_do_not_run_again(tmp_path):
+    results = tmp_path / "results.jsonl"
+    options = Options(kinds=("parser breaks", "DPO"), seeds=(0,), results=results)
+    entries = list(measure_trainings(quick=True, options=options))
+    (table,) = [entry for entry in entries if isinstance(entry, Grid)]
+    assert ["1/1", None] == [row[2] for row in table.rows]
+    size = results.stat().st_size
+    assert [entry.plain() for entry in entries] == [
+        entry.plain() for entry in measure_trainings(quick=True, options=options)
+    ]
+    assert size == results.stat().st_size
