@@ -980,6 +980,8 @@ class IncidentLine(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     severity: Severity
     is_open: bool
+    is_resolved: bool = True
+    """Whether healthy steps followed; neither open nor resolved: it lasted to the run's end."""
     onset_step: int
     last_step: int
     started_unix_ns: int
@@ -1011,6 +1013,8 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     severity: Severity
     is_open: bool
+    is_resolved: bool = True
+    """Whether healthy steps followed; neither open nor resolved: it lasted to the run's end."""
     onset_step: int
     last_step: int
     started_unix_ns: int

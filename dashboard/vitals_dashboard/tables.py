@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from trainvitals.document.incident import incident_state
 from trainvitals.goodput import BUCKETS
 from trainvitals.hindsight import HINDSIGHT_WORDS
 from trainvitals.records import SEVERITY_WORDS
@@ -333,7 +334,7 @@ def incident_rows(incidents: Sequence[IncidentView]) -> list[Row]:
             "To step": incident.last_step,
             "Incident": formatting.plain(incident.title, 200),
             "Severity": SEVERITY_WORDS[incident.severity],
-            "State": "open" if incident.is_open else "resolved",
+            "State": incident_state(incident),
             "Lost": formatting.count(incident.cost_steps, "step"),
             "Actions": len(incident.decisions),
             "Alerts": len(incident.alerts),

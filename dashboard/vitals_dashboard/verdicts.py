@@ -7,12 +7,21 @@ import streamlit as st
 
 from trainvitals.document import markdown, page
 from trainvitals.document.blocks import CommandLines, KeyFacts, TableBlock, TextBlock
-from trainvitals.document.incident import incident_blocks, timeline_blocks, verdict_blocks
-from trainvitals.views import IncidentView, RunSummary, RunVerdict, VerdictView
+from trainvitals.document.incident import (
+    incident_blocks,
+    incident_state,
+    timeline_blocks,
+    verdict_blocks,
+)
+from trainvitals.views import IncidentLine, IncidentView, RunSummary, RunVerdict, VerdictView
 from vitals_dashboard import components, formatting, layout
 
 MAX_TEXT = 600
-_SHAPES = {True: "\N{BLACK UP-POINTING TRIANGLE} Open incident", False: "\N{CHECK MARK} Resolved"}
+_BADGES = {
+    "open": ("\N{BLACK UP-POINTING TRIANGLE} Open incident", "orange"),
+    "resolved": ("\N{CHECK MARK} Resolved", "green"),
+    "unresolved": ("Unresolved", "gray"),
+}
 
 
 def draw_verdict_strip(run: RunSummary, judged: RunVerdict) -> None:
@@ -24,10 +33,8 @@ def draw_verdict_strip(run: RunSummary, judged: RunVerdict) -> None:
         if not verdict.incident_id:
             st.text(formatting.plain(verdict.state, MAX_TEXT))
             return
-        is_open = any(
-            line.is_open for line in judged.incidents if line.incident_id == verdict.incident_id
-        )
-        st.badge(_SHAPES[is_open], color="orange" if is_open else "green")
+        lines = (each for each in judged.incidents if each.incident_id == verdict.incident_id)
+        draw_state_badge(next(lines))
         # A badge above shows that a hung run is running.
         state = f"{verdict.state} " if verdict.is_hung else ""
         sentences = f"{state}{verdict.cause} {verdict.action}"
@@ -54,6 +61,12 @@ def draw_verdict_strip(run: RunSummary, judged: RunVerdict) -> None:
         st.text(formatting.plain(f"Next: {verdict.next}", MAX_TEXT))
         command = formatting.plain(verdict.commands[0], MAX_TEXT)
         components.draw_copyable_command(command, key="copy_next", width="content")
+
+
+def draw_state_badge(incident: IncidentLine | IncidentView) -> None:
+    """Draw the state of an incident as a badge on a page: open, resolved or unresolved."""
+    word, color = _BADGES[incident_state(incident)]
+    st.badge(word, color=color)  # type: ignore[arg-type]
 
 
 def draw_verdict_panel(verdict: VerdictView) -> None:

@@ -354,7 +354,7 @@ _NAN = (f(10, cause="nonfinite_loss", rank=1), d("skip_step", 10, rank=1))
         ((f(10, cause="a"), f(12, cause="b", rank=1)), ["10 12"]),
         ((f(10, cause="a"), f(10 + FOLLOWING_STEPS, cause="b")), ["10 20"]),
         ((f(10, cause="a"), f(11 + FOLLOWING_STEPS, cause="b")), ["10", "21"]),
-        ((f(10, "throughput"), f(12, "gpu_throttle")), ["10 12"]),
+        ((f(10, "throughput"), f(12, "gpu_throttle")), ["12 10"]),
         ((f(10, cause="nonfinite_loss"), d("rollback", 200, **_BACK)), ["10 200"]),
         ((f(10, cause="loss_outlier"), d("rollback", 200, **_BACK)), ["10", "200"]),
         ((f(10, cause="nonfinite_loss"), d("rollback", 200, **_BACK, acted=False)), ["10", "200"]),

@@ -12,6 +12,7 @@ import pytest
 from tests.collector.rows import RUN, Writer
 from tests.support.cli import leave, vitals
 from tests.support.served import Served, served_in
+from trainvitals.document.incident import incident_state
 from trainvitals.question import Question
 from trainvitals.records import (
     AttemptStarted,
@@ -131,6 +132,19 @@ def test_the_findings_are_those_of_the_ranks_and_of_the_fleet_detectors(folder: 
     assert [
         (200, "lr_jump"), (319, "straggler_forward"), (349, "throughput"), (NAN, "nonfinite_loss"),
     ] == list(zip(*reply.data, strict=True))  # fmt: skip
+
+
+def test_what_lasts_to_the_end_of_the_run_is_unresolved(folder: Path):
+    with open_folder(folder) as opened:
+        incidents = opened.reader.ask(IncidentsQuestion(run_id=RUN))
+        lines = opened.reader.ask(VerdictQuestion(run_id=RUN)).incidents
+    expected = [
+        (f"1-{NAN}-nonfinite_loss", "resolved"),
+        (f"1-{SLOW}-straggler_forward", "unresolved"),
+        ("1-200-lr_jump", "resolved"),
+    ]
+    for listed in (incidents, lines):
+        assert expected == [(each.incident_id, incident_state(each)) for each in listed]
 
 
 LEFT_OUT = {"alerts", "num_firing_alerts", "made_unix_ns"}

@@ -15,7 +15,14 @@ from trainvitals.document.blocks import (
     TextBlock,
 )
 from trainvitals.records import SEVERITY_WORDS
-from trainvitals.views import IncidentView, RunSummary, VerdictView
+from trainvitals.views import IncidentLine, IncidentView, RunSummary, VerdictView
+
+
+def incident_state(incident: IncidentView | IncidentLine) -> str:
+    """Return the state of an incident as a word: open, resolved or unresolved."""
+    if incident.is_open:
+        return "open"
+    return "resolved" if incident.is_resolved else "unresolved"
 
 
 def verdict_facts(verdict: VerdictView) -> KeyFacts:
@@ -59,7 +66,7 @@ def incident_blocks(incident: IncidentView, run: RunSummary | None = None) -> li
         run: its run; None if the document is about this run.
     """
     severity = SEVERITY_WORDS[incident.severity]
-    state = "open" if incident.is_open else "resolved"
+    state = incident_state(incident)
     blocks: list[TextBlock] = [
         Heading(2, incident.title or f"Incident {incident.incident_id}"),
         Paragraph(f"Incident {incident.incident_id}. Severity: {severity}. State: {state}."),

@@ -112,7 +112,7 @@ def group_incidents(items: Sequence[IncidentItem]) -> list[list[IncidentItem]]:
     for i, item in enumerate(items):
         groups.setdefault(sets.find_root(i), []).append(item)
     clusters = [
-        _deaths_first(_root_first(part))
+        _deaths_first(_root_first(_slowdown_last(part)))
         for members in groups.values()
         for part in _split_isolated_step(sorted(members, key=_item_sort_key))
     ]
@@ -137,6 +137,17 @@ def _deaths_first(members: list[IncidentItem]) -> list[IncidentItem]:
     deaths = [item for item in members if item.cause in DEATHS]
     waits = [item for item in members if any(_waits_for_dead(item, death) for death in deaths)]
     return [item for item in members if item not in waits] + waits
+
+
+def _slowdown_last(members: list[IncidentItem]) -> list[IncidentItem]:
+    """Put a straggler or slow data before the drop of throughput that it caused."""
+    first = members[0]
+    if first.cause != "throughput":
+        return members
+    limit = first.onset + SAME_CAUSE_STEPS
+    roots = (i for i in members if i.domain == first.domain and i.cause != first.cause)
+    root = next((item for item in roots if item.onset <= limit), None)
+    return members if root is None else [root, *(item for item in members if item is not root)]
 
 
 _FROM_PARAMS = ("nonfinite_loss", "nonfinite_gradient")

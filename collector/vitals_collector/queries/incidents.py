@@ -29,6 +29,7 @@ from vitals_collector.queries.ledger import (
 )
 from vitals_collector.queries.series import attempt_rows
 from vitals_collector.queries.verdict import (
+    SETTLED_STEPS,
     Precedent,
     VerdictFacts,
     is_about_wait,
@@ -120,6 +121,7 @@ def run_verdict(of_run: "RunIncidents") -> views.RunVerdict:
             title=story.incident_title(bundle),
             severity=of_run.severity(bundle),
             is_open=of_run.is_open(bundle),
+            is_resolved=of_run.is_resolved(bundle),
             onset_step=bundle.onset,
             last_step=bundle.last,
             started_unix_ns=bundle.started_unix_ns,
@@ -503,6 +505,11 @@ class RunIncidents:
             healthy_steps=HEALTHY_STEPS,
         )
 
+    def is_resolved(self, bundle: story.IncidentParts) -> bool:
+        """Return whether enough healthy steps followed the incident."""
+        healthy_steps = self.run.last_step - bundle.last
+        return healthy_steps >= SETTLED_STEPS and not self.is_open(bundle)
+
     def is_lasting(self, bundle: story.IncidentParts) -> bool:
         """Return whether the condition of one of its findings held at the last step."""
         return any(_condition_key(view.finding) in self.holding for view in bundle.findings)
@@ -632,6 +639,7 @@ def _incident_view(
         title=story.incident_title(bundle),
         severity=of_run.severity(bundle),
         is_open=is_open,
+        is_resolved=of_run.is_resolved(bundle),
         onset_step=bundle.onset,
         last_step=bundle.last,
         started_unix_ns=bundle.started_unix_ns,

@@ -107,11 +107,7 @@ def _draw_incident_summary(run: RunSummary, incident: IncidentView, now_unix_ns:
                 st.text(formatting.plain(incident.title, 200))
             word, color = SEVERITY_WORDS[incident.severity], SEVERITY_BADGES[incident.severity]
             st.badge(word, color=color)  # type: ignore[arg-type]
-            st.badge(
-                "\N{BLACK UP-POINTING TRIANGLE} Open" if incident.is_open
-                else "\N{CHECK MARK} Resolved",
-                color="orange" if incident.is_open else "green",
-            )  # fmt: skip
+            verdicts.draw_state_badge(incident)
             st.space("stretch")
             verdicts.ticket_of(run, incident)
             st.page_link(

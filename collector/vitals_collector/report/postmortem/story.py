@@ -1,12 +1,13 @@
 """Converts the gathered data to blocks: run, incidents, decision log, and data sources."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TypeVar
 
 from trainvitals.cli.output import format_time
 from trainvitals.document.blocks import Block, Fold, Heading, Paragraph, TableBlock
-from trainvitals.document.incident import incident_blocks
+from trainvitals.document.incident import incident_blocks, incident_state
 from trainvitals.records import SEVERITY_WORDS, Finding
 from trainvitals.units import humanize_count
 from trainvitals.views import AlertView, IncidentView, MoverView, StepData
@@ -90,11 +91,13 @@ def _summary_text(facts: ReportData) -> str:
     text = f"Run {summary.state} at step {summary.last_step}. Health: {summary.health}. "
     if not num:
         return text + "No incidents."
-    open_now = sum(incident.is_open for incident in facts.all_incidents)
+    states = Counter(map(incident_state, facts.all_incidents))
     lost = total_lost_work([incident.verdict.lost for incident in facts.all_incidents])
-    text += humanize_count(num, "incident") + (
-        f", {open_now} still open" if open_now else ", all resolved"
-    )
+    text += humanize_count(num, "incident")
+    if states["resolved"] == num:
+        text += ", all resolved"
+    text += f", {states['open']} still open" if states["open"] else ""
+    text += f", {states['unresolved']} unresolved" if states["unresolved"] else ""
     return f"{text}. {verdict_cost_line(lost, summary.world_size)}"
 
 
@@ -133,7 +136,7 @@ def _incident_table(incidents: Sequence[IncidentView]) -> TableBlock:
                 SEVERITY_WORDS[incident.severity],
                 _step_range_text(incident),
                 format_time(incident.started_unix_ns),
-                "open" if incident.is_open else "resolved",
+                incident_state(incident),
                 humanize_count(incident.cost_steps, "step"),
             )
             for incident in incidents

@@ -78,6 +78,7 @@ def incident_row(line: IncidentLine) -> dict[str, Any]:
         "title": line.title,
         "severity": Fixed(line.severity),
         "is_open": line.is_open,
+        "is_resolved": line.is_resolved,
         "onset_step": line.onset_step,
         "last_step": line.last_step,
     }

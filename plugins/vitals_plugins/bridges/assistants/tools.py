@@ -205,6 +205,7 @@ class RunTools:
                 "title": view.title,
                 "severity": Fixed(view.severity),
                 "is_open": view.is_open,
+                "is_resolved": view.is_resolved,
                 "onset_step": view.onset_step,
                 "last_step": view.last_step,
                 "started": utc_time(view.started_unix_ns),
