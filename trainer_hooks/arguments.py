@@ -161,10 +161,11 @@ class WatchArguments:
             _check_on_collapse(self)
             _check_scheduler_every(self.scheduler_every)
             _check_on_hang(self.on_hang)
-            _check_pipeline(self)
             self.declared_schedule()
             scaled = self.scaler is not None and self.scaler.is_enabled()
             mode = _effective_mode(self.mode, environ, checkpoints, owns_step=self.owns_step)
+            if mode != "off":
+                _check_pipeline(self)
             reaction = (self.on_collapse, self.task if self.on_collapse == "stop" else None)
             return mode, scaled, how, self.early_stopping, self.meaning_of_loss(), reaction
 

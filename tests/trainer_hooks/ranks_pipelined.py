@@ -138,6 +138,7 @@ def refusals():
 
     watched = partial(trainer_hooks.watch, module, optimizer)
     refused("no pipeline", watched)
+    refused("no pipeline, off", lambda: watched(mode="off"))
     refused("attach", lambda: trainer_hooks.attach(module, optimizer))
     refused("not a schedule", lambda: watched(pipeline=module))
     signals = trainer_hooks.SignalSettings(weight_norm=True)

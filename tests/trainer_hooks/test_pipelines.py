@@ -102,6 +102,10 @@ def test_a_clip_uses_the_norm_of_all_stages(of_two):
     assert all(rank["clips"] < 1e-6 for rank in of_two)
 
 
+def test_a_stage_trains_without_its_pipeline_in_mode_off(of_two):
+    assert ["", ""] == [rank["refusals"]["no pipeline, off"] for rank in of_two]
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
