@@ -157,3 +157,23 @@ def test_a_loop_that_changes_its_parameters_looks_at_memory_a_few_times_only(mon
         params[step % 2].grad = torch.ones(3)
         gradients.clear()
     assert len(calls) <= 16
+
+
+class CountingSGD(torch.optim.SGD):
+    num_calls = 0
+
+    def zero_grad(self, set_to_none=True):
+        self.num_calls += 1
+        super().zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize(("kind", "num_calls"), [(torch.optim.SGD, 0), (CountingSGD, 1)])
+def test_all_gradients_are_cleared_by_an_optimizer_s_own_method_if_it_has_one(kind, num_calls):
+    model = nn.Linear(3, 2)
+    optimizer = kind([model.weight], lr=0.1)
+    optimizer.add_param_group({"params": [model.bias]})
+    gradients = clearing.GradientClearing([optimizer])
+    model(torch.ones(4, 3)).square().mean().backward()
+    gradients.clear()
+    assert [None, None] == [param.grad for param in model.parameters()]
+    assert num_calls == getattr(optimizer, "num_calls", 0)
