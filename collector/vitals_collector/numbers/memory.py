@@ -49,10 +49,16 @@ class _StoredRows(NamedTuple):
     identity: Identity
     schema: Schema
     rows: _Rows
+    extents: tuple[tuple[float, float], ...]
+    """Least and largest value of each column in ``_SPAN_COLUMNS``: most reads need few parts."""
+
+
+_SPAN_COLUMNS = ("step", "time_unix_ns")
+"""Columns whose values a span limits."""
 
 
 class MemoryNumberStore:
-    """Rows in order of arrival; reads scan all of them."""
+    """Rows in order of arrival; a read skips the parts that are outside its span."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -71,7 +77,8 @@ class MemoryNumberStore:
                 rows = rows[max(0, self._marks.get(key, -1) + 1 - header.first_seq) :]
                 num_new.append(len(rows))
                 if len(rows):
-                    part = _StoredRows(header.identity, schema, rows)
+                    extents = tuple(_extent(schema, rows, name) for name in _SPAN_COLUMNS)
+                    part = _StoredRows(header.identity, schema, rows, extents)
                     self._parts[header.identity.run_id, header.stream].append(part)
                     self._marks[key] = header.last_seq
         return num_new
@@ -131,7 +138,7 @@ class MemoryNumberStore:
         return sort_columns(
             {
                 n: concat_columns(
-                    [_part_column(n, *part) for part in matching_parts],
+                    [_part_column(n, *part[:3]) for part in matching_parts],
                     kinds.get(n, _OWN.get(n, "f8")),
                 )
                 for n in all_names
@@ -154,9 +161,15 @@ class MemoryNumberStore:
 
     def last_steps(self, run_id: str, stream: str = "steps") -> dict[int, int]:
         """Return the last step of each attempt that has rows of the stream."""
-        rows = self.scan(RowSpan(run_id, stream), ["attempt", "step"])
-        attempt, step = rows["attempt"].values, rows["step"].values
-        return {i: int(step[attempt == i].max()) for i in sorted_distinct(attempt).tolist()}
+        last: dict[int, int] = {}
+        for part in self._stored_parts(run_id, stream):
+            attempt, step = (
+                column_of(part.schema, part.rows, name)[0].astype(np.int64, copy=False)
+                for name in ("attempt", "step")
+            )
+            for i in sorted_distinct(attempt).tolist():
+                last[i] = max(last.get(i, -1), int(step[attempt == i].max()))
+        return dict(sorted(last.items()))
 
     def deleted_rows(self, run_id: str) -> list[DeletedRows]:
         """Return nothing: no rows in memory are rolled up."""
@@ -170,11 +183,11 @@ class MemoryNumberStore:
     def _matching_parts(self, span: RowSpan) -> list[_StoredRows]:
         """Return the rows in memory of the writers in a span."""
         parts = [
-            part._replace(rows=part.rows[_is_in_span(span, part)])
+            _part_in_span(span, part)
             for part in self._stored_parts(span.run_id, span.stream)
             if not span.sources or part.identity.source in span.sources
         ]
-        return [part for part in parts if len(part.rows)]
+        return [part for part in parts if part is not None]
 
     def num_bytes(self, run_id: str) -> int:
         """Return how many bytes the run's rows have."""
@@ -204,23 +217,40 @@ class MemoryNumberStore:
                     del self._parts[key]
 
 
-def _is_in_span(span: RowSpan, part: _StoredRows) -> npt.NDArray[np.bool_]:
-    """Return which of a writer's rows in memory are in a span."""
-    is_in = np.ones(len(part.rows), np.bool_)
-    bounds = (
-        ("step", span.from_step, span.to_step),
-        ("time_unix_ns", span.from_unix_ns, span.to_unix_ns),
-    )
-    for name, first, end in bounds:
-        values: npt.NDArray[Any] = column_of(part.schema, part.rows, name)[0]
-        if first is not None:
-            is_in &= values >= first
-        if end is not None:
-            is_in &= values < end
+def _span_values(part: _StoredRows, name: str) -> npt.NDArray[Any]:
+    """Return the step or time of a writer's rows in memory."""
+    return column_of(part.schema, part.rows, name)[0]
+
+
+def _extent(schema: Schema, rows: _Rows, name: str) -> tuple[float, float]:
+    """Return the least and the largest value of a writer's rows in memory."""
+    values: npt.NDArray[Any] = column_of(schema, rows, name)[0]
+    return values.min().item(), values.max().item()
+
+
+def _part_in_span(span: RowSpan, part: _StoredRows) -> _StoredRows | None:
+    """Return a writer's rows in memory that are in a span, without a copy if all are.
+
+    None if there are none.
+    """
+    bounds = ((span.from_step, span.to_step), (span.from_unix_ns, span.to_unix_ns))
+    masks: list[npt.NDArray[np.bool_]] = []
+    for name, (first, end), (low, high) in zip(_SPAN_COLUMNS, bounds, part.extents, strict=True):
+        if (first is not None and high < first) or (end is not None and low >= end):
+            return None
+        if first is not None and not low >= first:
+            masks.append(_span_values(part, name) >= first)
+        if end is not None and not high < end:
+            masks.append(_span_values(part, name) < end)
     if span.seqs is not None:
         first, end = span.seqs.get(part.identity.incarnation, (0, 0))
-        is_in &= (part.rows["seq"] >= first) & (part.rows["seq"] < end)
-    return is_in if span.keyed is None else is_in & _has_key(span.keyed, part)
+        masks.append((part.rows["seq"] >= first) & (part.rows["seq"] < end))
+    if span.keyed is not None:
+        masks.append(_has_key(span.keyed, part))
+    if not masks:
+        return part
+    is_in = np.logical_and.reduce(masks)
+    return part._replace(rows=part.rows[is_in]) if is_in.any() else None
 
 
 def _has_key(keyed: SeriesKey, part: _StoredRows) -> npt.NDArray[np.bool_]:
