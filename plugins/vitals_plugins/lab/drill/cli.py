@@ -40,12 +40,6 @@ class OverheadFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The same with VITALS_MODE=off."""
     ratio: float
     """Excess of the first over the second: 0.02 is 2%."""
-    limit: float | None = None
-
-    @property
-    def is_above_limit(self) -> bool:
-        """Whether the overhead fails the drill."""
-        return self.limit is not None and self.ratio > self.limit
 
 
 class DrillResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,16 +49,22 @@ class DrillResult(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     rows: tuple[DrillRow, ...]
     overhead: OverheadFigures | None
+    """None if the budget ended before it was measured."""
+    max_overhead: float | None = None
+    """Largest ratio of the overhead with which the drill does not fail; None for any."""
     notes: tuple[str, ...] = ()
     """Limits of this drill, such as files that were not copied."""
 
     @property
     def exit_code(self) -> int:
-        """Return 1 if a promise is broken, and 3 if a fault was not tested."""
+        """Return 1 if a promise is broken, and 3 if a fault or the limit was not tested."""
         outcomes = {row.outcome for row in self.rows}
-        if "broken" in outcomes or (self.overhead is not None and self.overhead.is_above_limit):
-            return 1
-        return 3 if "not tested" in outcomes else 0
+        if self.max_overhead is not None:
+            if self.overhead is None:
+                outcomes.add("not tested")
+            elif self.overhead.ratio > self.max_overhead:
+                outcomes.add("broken")
+        return 1 if "broken" in outcomes else 3 if "not tested" in outcomes else 0
 
 
 def register(app: typer.Typer) -> None:
@@ -236,9 +236,13 @@ def _train_all(
             plan, fault=spec.name, end_step=FAULT_STEP + spec.num_steps
         )
         rows.append(judge_fault(spec, runner.train(fault_plan, spec), undisturbed))
-    overhead = _measure_overhead(runner, plan, undisturbed, max_overhead)
+    num_turns = 1 if max_overhead is None else OVERHEAD_TURNS
     return DrillResult(
-        mode=started.mode, world_size=started.world_size, rows=tuple(rows), overhead=overhead
+        mode=started.mode,
+        world_size=started.world_size,
+        rows=tuple(rows),
+        overhead=_measure_overhead(runner, plan, undisturbed, num_turns),
+        max_overhead=max_overhead,
     )
 
 
@@ -271,11 +275,11 @@ def _untested(
 
 
 def _measure_overhead(
-    runner: DrillRunner, plan: DrillPlan, undisturbed: DrillFacts, limit: float | None
+    runner: DrillRunner, plan: DrillPlan, undisturbed: DrillFacts, num_turns: int
 ) -> OverheadFigures | None:
     """Train in turns with and without Vitals; None if the drill's budget is too small."""
     watched, unwatched = [_step_seconds(undisturbed)], []
-    for turn in range(1 if limit is None else OVERHEAD_TURNS):
+    for turn in range(num_turns):
         if runner.remaining_seconds() <= 0:
             break
         _show_progress("VITALS_MODE=off", runner)
@@ -292,7 +296,6 @@ def _measure_overhead(
         watched_step_seconds=first,
         unwatched_step_seconds=second,
         ratio=first / second - 1,
-        limit=limit,
     )
 
 
@@ -326,8 +329,10 @@ def _write_result(result: DrillResult) -> None:
     typer.echo(
         f"{kept} of {humanize_count(len(result.rows), 'fault')} kept: {ranks}, {result.mode}"
     )
-    if result.overhead is not None:
-        cost = result.overhead
+    cost = result.overhead
+    if cost is None:
+        typer.echo("overhead not measured: the budget ended; use --budget SECONDS")
+    else:
         typer.echo(
             f"a step took {humanize_seconds(cost.watched_step_seconds)}, with VITALS_MODE=off "
             f"{humanize_seconds(cost.unwatched_step_seconds)} ({cost.ratio:+.1%})"

@@ -109,12 +109,18 @@ def row(outcome):
         (["kept"], 0.06, 0.05, 1),
         (["kept", "not tested"], 0.0, None, 3),
         (["broken", "not tested"], 0.0, None, 1),
+        (["kept"], None, 0.05, 3),
+        (["kept"], None, None, 0),
     ],
 )
 def test_the_exit_code(outcomes, ratio, limit, code):
-    overhead = OverheadFigures(
-        watched_step_seconds=1 + ratio, unwatched_step_seconds=1, ratio=ratio, limit=limit
-    )
+    overhead = None
+    if ratio is not None:
+        overhead = OverheadFigures(
+            watched_step_seconds=1 + ratio, unwatched_step_seconds=1, ratio=ratio
+        )
     rows = tuple(row(outcome) for outcome in outcomes)
-    result = DrillResult(mode="guard", world_size=2, rows=rows, overhead=overhead)
+    result = DrillResult(
+        mode="guard", world_size=2, rows=rows, overhead=overhead, max_overhead=limit
+    )
     assert code == result.exit_code
