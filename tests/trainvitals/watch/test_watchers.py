@@ -1,5 +1,7 @@
 """What each watcher says, as timelines."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.trainvitals.watch.worlds import GIB, memory_watcher
@@ -215,6 +217,18 @@ def test_a_layer_that_stays_at_zero_before_its_warm_up_must_do_so_for_longer(
     course = "; ".join(f"h.{i}:grad_norm 1x{num_samples} {0 if i == 2 else 1}x60" for i in range(6))
     (finding,) = watched(LayerGradientWatcher(), course)
     assert (reported_at, num_samples) == (finding.step, finding.onset_step)
+
+
+@pytest.mark.parametrize(
+    ("every", "text"), [(1, "0 since step 30, "), (10, "(layers are measured every 10 steps), ")]
+)
+def test_a_layer_at_zero_is_reported_with_the_steps_between_its_measurements(
+    every: int, text: str
+) -> None:
+    course = "; ".join(f"h.{i}:grad_norm 1x30 {0 if i == 2 else 1}x60" for i in range(6))
+    rows = [replace(row, step=row.step * every) for row in merged_series(course)]
+    (finding,) = watched(LayerGradientWatcher(), rows)
+    assert (30 * every, True) == (finding.onset_step, text in finding.reason)
 
 
 @pytest.mark.parametrize("course", ["1x3 0x80", "1x8 0x14 1x60 0x60"])

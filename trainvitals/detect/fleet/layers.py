@@ -231,11 +231,15 @@ class LayerGradientWatcher(LayerOutlierWatcher):
             return findings
         layer, course = zeros[0]
         others = f"; so are {len(zeros) - 1} more layers" if len(zeros) > 1 else ""
+        first = int(course.level)
+        every = (merged.step - first) // max(-course.streak - 1, 1)
+        # Layers are usually measured at every tenth step: the cause may be between two of them.
+        measured = f" (layers are measured every {every} steps)" if every > 1 else ""
         reason = (
-            f"the gradient of layer {layer} is exactly 0 since step {int(course.level)}, usually "
+            f"the gradient of layer {layer} is exactly 0 since step {first}{measured}, usually "
             f"{clamped_exp(course.center):.4g}: the layer no longer learns{others}"
         )
-        zero = self._report(merged.step, reason, value=0.0, onset_step=int(course.level))
+        zero = self._report(merged.step, reason, value=0.0, onset_step=first)
         return findings + zero
 
     def _stays_zero(self, course: LayerTrend, value: float | None, step: int) -> bool:
