@@ -93,7 +93,7 @@ def train(name: str, seed: int) -> Outcome:
                 monitor.step(loss, max_norm=_MAX_NORM)
                 if step % READ_EVERY == 0:
                     ledger.read()
-        except TrainingHalted:
+        except TrainingHalted:  # the ledger counts it
             pass
         monitor.close()
         ledger.read()
