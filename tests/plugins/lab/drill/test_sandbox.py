@@ -118,25 +118,27 @@ def test_the_same_attempts_succeed_in_a_writable_directory(tmp_path, outside, by
 @pytest.mark.parametrize(
     "arguments", [[], pytest.param(["compiled"], marks=[pytest.mark.slow])], ids=["", "compiled"]
 )
-def test_ranks_train_in_the_sandbox(tmp_path, arguments):
-    copy, private = tmp_path / "copy", tmp_path / "p"
-    copy.mkdir()
-    private.mkdir()
-    shutil.copy(HERE / "ranks.py", copy)
+def test_ranks_train_in_the_sandbox(arguments):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc-per-node", "2", "ranks.py", *arguments]
-    process = subprocess.run(
-        sandboxed(command, [copy, private]),
-        cwd=copy,
-        env=offline_environ({**os.environ, "OMP_NUM_THREADS": "1"}, copy, private),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        start_new_session=True,
-    )
-    assert 0 == process.returncode, process.stderr
-    assert (copy / "out" / "model.pt").exists()
+    # The path of a socket in it must have at most 107 characters.
+    with directory_in(tempfile.gettempdir()) as place:
+        copy, private = place / "copy", place / "p"
+        copy.mkdir()
+        private.mkdir()
+        shutil.copy(HERE / "ranks.py", copy)
+        process = subprocess.run(
+            sandboxed(command, [copy, private]),
+            cwd=copy,
+            env=offline_environ({**os.environ, "OMP_NUM_THREADS": "1"}, copy, private),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            start_new_session=True,
+        )
+        assert 0 == process.returncode, process.stderr
+        assert (copy / "out" / "model.pt").exists()
 
 
 @confined
