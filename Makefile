@@ -9,7 +9,9 @@ OLDEST_TORCH := 2.7.1
 INTEGRATIONS := .venv-integrations
 PINS ?= newest
 TRACKERS := tensorboard,wandb,mlflow,trackio,otlp
-EXTRAS := collector,huggingface,accelerate,lightning,deepspeed,torchtitan,$(TRACKERS)
+# TRL needs a later Accelerate than the oldest that is supported.
+TRL_newest := ,trl
+EXTRAS := collector,huggingface,accelerate,lightning,deepspeed,torchtitan,$(TRACKERS)$(TRL_$(PINS))
 SUPPLY := build/supply
 DEPLOY_TOOLS := build/deploy-tools
 CHECKERS = PATH="$$PATH:$(CURDIR)/$(DEPLOY_TOOLS)/bin"

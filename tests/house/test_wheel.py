@@ -117,7 +117,7 @@ def test_the_metadata_is_complete(metadata):
         "all",
     }
     extras |= {"tensorboard", "wandb", "mlflow", "trackio", "otlp", "mcp"}
-    extras |= {"huggingface", "accelerate", "lightning", "deepspeed", "torchtitan"}
+    extras |= {"huggingface", "trl", "accelerate", "lightning", "deepspeed", "torchtitan"}
     assert extras == set(metadata.get_all("Provides-Extra", []))
 
 

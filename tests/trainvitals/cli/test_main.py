@@ -162,7 +162,7 @@ def test_python_dash_m_is_the_same_program():
 NOT_PROGRAMS = (
     *("all", "torch", "replay"),
     *("tensorboard", "wandb", "mlflow", "trackio", "otlp"),
-    *("huggingface", "accelerate", "lightning", "deepspeed", "torchtitan"),
+    *("huggingface", "trl", "accelerate", "lightning", "deepspeed", "torchtitan"),
 )
 """Extras that the doctor does not look for: nothing of ours is missing without them."""
 

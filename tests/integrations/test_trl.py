@@ -1,0 +1,159 @@
+"""TRL's trainers of each kind with tiny models: exact skips, and the scalars that are judged.
+
+Models and tokenizers are made here, nothing is downloaded. PPO left TRL before 1.16.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}  # read at the import
+pytest.importorskip("transformers", reason="not installed: transformers")
+pytest.importorskip("trl", reason="not installed: trl")
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("own_place")]
+
+import trl  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from transformers import (  # noqa: E402
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
+
+from tests.support.watched import own_place  # noqa: E402, F401
+from tests.trainer_hooks.measures.journal import Journal  # noqa: E402
+from trainer_hooks.integrations.huggingface import VitalsCallback  # noqa: E402
+from trainvitals.detect.posttraining.names import read_quantities  # noqa: E402
+from trainvitals.records import RunStarted  # noqa: E402
+
+WORDS = ("<pad>", "<s>", "</s>", "<unk>", *(f"w{number}" for number in range(12)))
+STEPS, BAD = 8, 4
+PROMPTS = [f"w{n % 12} w{(n + 1) % 12}" for n in range(32)]
+CHOSEN = [f" w{(n + 2) % 12} w{(n + 3) % 12}" for n in range(32)]
+REJECTED = [f" w{(n + 5) % 12} w{(n + 3) % 12}" for n in range(32)]
+PAIRS = {"prompt": PROMPTS, "chosen": CHOSEN, "rejected": REJECTED}
+TEXTS = {"text": [a + b for a, b in zip(PROMPTS, CHOSEN, strict=True)]}
+SAMPLED = {"num_generations": 4, "max_completion_length": 6, "beta": 0.04}
+TASKS = {
+    "sft": ("SFT", TEXTS, {"max_length": 16}, set()),
+    "dpo": ("DPO", PAIRS, {"max_length": 16}, {"chosen_logp", "rejected_logp", "accuracy"}),
+    "reward_model": ("Reward", PAIRS, {"max_length": 16}, {"accuracy"}),
+    "grpo": ("GRPO", {"prompt": PROMPTS}, SAMPLED, {"reward", "entropy", "kl", "dead_share"}),
+    "rloo": ("RLOO", {"prompt": PROMPTS}, SAMPLED, {"reward", "entropy", "kl", "dead_share"}),
+}
+"""Trainer, data, arguments and quantities that it logs."""
+
+
+class Seen(TrainerCallback):
+    """Keeps the parameters after each step, and spoils a gradient."""
+
+    def __init__(self, bad: int | None) -> None:
+        self.bad, self.parameters, self.logs = bad, [], []
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        self.handle = None
+        if state.global_step == self.bad:
+            parameter = next(model.parameters())
+            self.handle = parameter.register_hook(lambda gradient: gradient * float("nan"))
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if self.handle is not None:
+            self.handle.remove()
+        self.parameters.append([p.detach().clone() for p in model.parameters()])
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        self.logs.append(dict(logs))
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+    )
+
+
+def model(task: str, folder: Path):
+    """Return a model that knows where it was loaded from: TRL loads its reference from there."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        num_labels=1,
+    )
+    kind = LlamaForSequenceClassification if task == "reward_model" else LlamaForCausalLM
+    kind(config).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return kind.from_pretrained(folder)
+
+
+def count(completions, **_) -> list[float]:
+    return [float(text.count("w3")) for text in completions]
+
+
+def trained(task: str, folder, *, bad: int | None = None, guard: bool = True) -> Seen:
+    name, data, arguments, _ = TASKS[task]
+    seen = Seen(bad)
+    trainer = getattr(trl, f"{name}Trainer")(
+        model=model(task, folder / "model"),
+        args=getattr(trl, f"{name}Config")(
+            output_dir=str(folder / "out"),
+            max_steps=STEPS,
+            logging_steps=1,
+            learning_rate=0.01,
+            per_device_train_batch_size=4,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            activation_checkpointing=False,
+            disable_tqdm=True,
+            **arguments,
+        ),
+        train_dataset=Dataset.from_dict(data),
+        processing_class=tokenizer(),
+        callbacks=[seen],
+        **({"reward_funcs": count} if "num_generations" in arguments else {}),
+    )
+    if guard:
+        trainer.add_callback(VitalsCallback(trainer))
+    trainer.train()
+    return seen
+
+
+def same(one, other) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_training_is_what_it_was_without_us_up_to_a_step_that_is_skipped(tmp_path, task):
+    bare = trained(task, tmp_path, guard=False)
+    guarded = trained(task, tmp_path, bad=BAD)
+    assert all(map(same, bare.parameters[:BAD], guarded.parameters[:BAD]))
+    steps = zip(guarded.parameters, guarded.parameters[1:], strict=False)
+    assert [BAD] == [number for number, (one, other) in enumerate(steps, 1) if same(one, other)]
+    (started,) = [e for e in Journal(tmp_path / "shm").events if isinstance(e, RunStarted)]
+    assert task == started.info.task
+    names = set().union(*(read_quantities(numbers_of(log)) for log in guarded.logs))
+    assert TASKS[task][3] <= names
+
+
+def numbers_of(log) -> dict[str, float]:
+    return {name: float(value) for name, value in log.items() if isinstance(value, int | float)}
