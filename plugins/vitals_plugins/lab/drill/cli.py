@@ -49,7 +49,7 @@ class DrillResult(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     rows: tuple[DrillRow, ...]
     overhead: OverheadFigures | None
-    """None if the budget ended before it was measured."""
+    """None if the program ended too early, or the budget was used up."""
     max_overhead: float | None = None
     """Largest ratio of the overhead with which the drill does not fail; None for any."""
     notes: tuple[str, ...] = ()
@@ -331,7 +331,7 @@ def _write_result(result: DrillResult) -> None:
     )
     cost = result.overhead
     if cost is None:
-        typer.echo("overhead not measured: the budget ended; use --budget SECONDS")
+        typer.echo("overhead not measured: the program ended too early, or the budget was used up")
     else:
         typer.echo(
             f"a step took {humanize_seconds(cost.watched_step_seconds)}, with VITALS_MODE=off "

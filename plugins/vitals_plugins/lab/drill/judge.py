@@ -13,7 +13,7 @@ import msgspec
 from trainvitals.records import Decision, action_text
 from trainvitals.units import humanize_count
 from vitals_plugins.lab.drill.facts import DrillFacts
-from vitals_plugins.lab.drill.faults import FaultSpec
+from vitals_plugins.lab.drill.faults import FAULT_STEP, FaultSpec
 from vitals_plugins.lab.drill.receiver import ReceivedAlert
 
 LOSS_STEPS = 10
@@ -110,8 +110,9 @@ def judge_fault(spec: FaultSpec, facts: DrillFacts, undisturbed: DrillFacts) -> 
     if impossible is not None:
         return _row(spec, _Result("not protected", impossible.text, ""), facts)
     if injected is None:
-        last = max(facts.losses, default=-1)
-        text = f"the program ended after step {last}, before the fault"
+        text = (
+            f"the program ended before the fault, which is injected at step {FAULT_STEP} or later"
+        )
         if facts.exit_code:
             text = f"the program failed before the fault, with exit code {facts.exit_code}"
         return _row(spec, _Result("not tested", text, "run it longer"), facts)
