@@ -99,10 +99,10 @@ def unavailable_reason() -> str | None:
     """Return why programs cannot be confined on this machine; None if they can."""
     if sys.platform != "linux":
         return "the sandbox needs Linux"
-    words, errors = _probe_sandbox()
-    if "works" not in words:
+    attempts, errors = _probe_sandbox()
+    if "works" not in attempts:
         return errors.strip() or "the sandbox does not start"
-    return "a program in the sandbox could write outside" if "leaks" in words else None
+    return "a program in the sandbox could write outside" if "leaks" in attempts else None
 
 
 def find_gaps() -> tuple[str, ...]:
@@ -120,7 +120,7 @@ def find_gaps() -> tuple[str, ...]:
 
 @functools.cache
 def _probe_sandbox() -> tuple[frozenset[str], str]:
-    """Run a shell in the sandbox that tries to write; return its words and its errors."""
+    """Run a shell in the sandbox that tries to write; return what worked and its errors."""
     with tempfile.TemporaryDirectory(prefix="vitals-drill-") as name:
         inside, outside = Path(name).resolve() / "in", Path(name).resolve() / "out"
         inside.mkdir()
