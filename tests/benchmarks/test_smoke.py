@@ -15,9 +15,10 @@ def test_every_module_can_be_imported():
             try:
                 importlib.import_module(module.name)
             except ModuleNotFoundError as error:
-                # Only a peer that is not installed may be missing.
+                # Only a peer that is not installed, or plugins/ as a whole, may be missing.
                 assert error.name is not None, module.name
-                assert not error.name.startswith(("vitals", "train")), module.name
+                is_ours = error.name.startswith(("vitals", "train"))
+                assert error.name == "vitals_plugins" or not is_ours, module.name
 
 
 def test_every_benchmark_is_a_command_with_an_example():

@@ -33,8 +33,6 @@ from trainvitals.views import (
     VerdictQuestion,
 )
 from vitals_collector.queries.open import OpenedReader, open_folder
-from vitals_plugins.bridges.assistants.sources import SharedSource
-from vitals_plugins.bridges.assistants.tools import RunTools
 
 SLOW, STALLED, NAN, LAST = 300, 380, 420, 439
 """Steps at which rank 1 gets slow, the loader stalls, and a loss is NaN; rank 0's last step."""
@@ -209,6 +207,10 @@ def test_a_postmortem_states_the_same_incidents(
 
 
 def test_an_assistant_is_given_the_same(folder: Path, collector: Served):
+    pytest.importorskip("vitals_plugins", reason="plugins/ was removed")
+    from vitals_plugins.bridges.assistants.sources import SharedSource
+    from vitals_plugins.bridges.assistants.tools import RunTools
+
     tools = [
         RunTools(source=SharedSource(partial(open_folder, folder))),
         RunTools(source=SharedSource(partial(through_collector, collector))),
