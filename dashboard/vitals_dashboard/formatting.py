@@ -23,6 +23,11 @@ def plain(text: str, limit: int = 120) -> str:
     return shortened if len(shortened) <= limit else shortened[: limit - 1] + ELLIPSIS
 
 
+def sentence(text: str, limit: int = 120) -> str:
+    """Return a sentence as one safe line, with code in quotes: ``st.text`` marks none."""
+    return plain(text, limit).replace("`", "'")
+
+
 def run_label(name: str, run_id: str, limit: int = 80) -> str:
     """Return a run's name as the dashboard shows it, or its id if it has none."""
     return plain(name, limit) or run_id

@@ -31,14 +31,14 @@ def draw_verdict_strip(run: RunSummary, judged: RunVerdict) -> None:
         horizontal=True, vertical_alignment="center", key="verdict_strip", gap="small"
     ):
         if not verdict.incident_id:
-            st.text(formatting.plain(verdict.state, MAX_TEXT))
+            st.text(formatting.sentence(verdict.state, MAX_TEXT))
             return
         lines = (each for each in judged.incidents if each.incident_id == verdict.incident_id)
         draw_state_badge(next(lines))
         # A badge above shows that a hung run is running.
         state = f"{verdict.state} " if verdict.is_hung else ""
         sentences = f"{state}{verdict.cause} {verdict.action}"
-        st.text(formatting.plain(sentences, MAX_TEXT), width="stretch")
+        st.text(formatting.sentence(sentences, MAX_TEXT), width="stretch")
         num = len(judged.incidents)
         # Drawn once it is opened: a refresh would send as much for it as for all of the rest.
         with st.popover(
@@ -58,7 +58,7 @@ def draw_verdict_strip(run: RunSummary, judged: RunVerdict) -> None:
     if not (is_urgent and verdict.commands):  # nobody has to act
         return
     with st.container(horizontal=True, vertical_alignment="center", key="strip_next"):
-        st.text(formatting.plain(f"Next: {verdict.next}", MAX_TEXT))
+        st.text(formatting.sentence(f"Next: {verdict.next}", MAX_TEXT))
         command = formatting.plain(verdict.commands[0], MAX_TEXT)
         components.draw_copyable_command(command, key="copy_next", width="content")
 
@@ -88,7 +88,7 @@ def _draw(blocks: Iterable[TextBlock], *, key: str) -> None:
                     for name, text in block.pairs:
                         with st.container(horizontal=True, key=f"fact_{name.split()[0].lower()}"):
                             st.markdown(f"**{name}**", width=110)
-                            st.text(formatting.plain(text, MAX_TEXT), width="stretch")
+                            st.text(formatting.sentence(text, MAX_TEXT), width="stretch")
                 case CommandLines():
                     for number, line in enumerate(block.lines):
                         components.draw_copyable_command(
@@ -99,7 +99,7 @@ def _draw(blocks: Iterable[TextBlock], *, key: str) -> None:
                         labels = map(_label, block.header, cells)
                         with st.container(horizontal=True, key=f"fact_line_{number}"):
                             st.text(", ".join(filter(None, labels)), width=170)
-                            st.text(formatting.plain(str(last), 300), width="stretch")
+                            st.text(formatting.sentence(str(last), 300), width="stretch")
 
 
 def _label(name: str, cell: object) -> str:

@@ -69,3 +69,9 @@ def with_waits(run: RunSummary, **seconds: int) -> GoodputView:
 
 def test_an_unknown_time_is_no_time():
     assert tables.to_datetime(0) is None
+
+
+def test_code_in_a_sentence_stands_in_quotes() -> None:
+    text = formatting.sentence("Use `watch(signals=...)`\nor nothing.", 60)
+
+    assert text == "Use 'watch(signals=...)' or nothing."

@@ -106,7 +106,8 @@ def _draw_evidence(
         st.markdown(f"**{head}**")
         word = look.word if look else str(decision.action)
         done = "carried out" if decision.acted else "proposed, not carried out"
-        st.text(f"Step {decision.step:,}: {word}, {done}. {formatting.plain(decision.reason, 600)}")
+        reason = formatting.sentence(decision.reason, 600)
+        st.text(f"Step {decision.step:,}: {word}, {done}. {reason}")
         st.text("   ".join(_decision_fields(view)))
         if decision.evidence:
             pairs = sorted(decision.evidence.items())[:40]

@@ -132,7 +132,7 @@ def _draw_story(incident: IncidentView) -> None:
     """Draw the paragraphs of the story on an incident's page."""
     with st.container(border=True, key="prose_story", gap="small"):
         for paragraph in incident.story:
-            st.text(formatting.plain(paragraph, 2_000))
+            st.text(formatting.sentence(paragraph, 2_000))
 
 
 def _facts_line(incident: IncidentView, now_unix_ns: int) -> str:

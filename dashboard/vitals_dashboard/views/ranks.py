@@ -108,7 +108,7 @@ def _draw_stragglers(
         for line in stragglers.straggler_sentences(
             stragglers.summarize_stragglers(cells, reply.rows, detail)
         ):
-            st.text(formatting.plain(line, 300))
+            st.text(formatting.sentence(line, 300))
         st.caption(f"Medians of the {part}, {span[0]:,} to {span[1]:,}.")
 
 
@@ -123,7 +123,7 @@ def _waited_for(
         sentence = stragglers.blocking_rank_sentence(
             heatmap.cells_of(reply), reply.rows, reply.step
         )
-        st.text(formatting.plain(sentence, 300))
+        st.text(formatting.sentence(sentence, 300))
 
 
 def _draw_findings(source: DataSource, run: RunSummary) -> None:
