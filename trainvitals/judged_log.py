@@ -27,7 +27,7 @@ The log provides the numbers. Everything else rests on these assumptions:
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -89,6 +89,8 @@ class LoggedStep(NamedTuple):
     data_seconds: float | None = None
     time_seconds: float | None = None
     """Time at which it was logged: seconds since 1970."""
+    scalars: Mapping[str, float] | None = None
+    """Scalars of a post-training run, by their names in the table of ``detect.posttraining``."""
 
 
 class JudgedStep(NamedTuple):

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,6 +14,7 @@ import typer
 from trainvitals.cli.options import Dir, ReportFormat
 from trainvitals.cli.output import Format, write_json, write_rows
 from trainvitals.clock import SystemClock
+from trainvitals.detect.posttraining.names import loss_kind_of_task
 from trainvitals.errors import UsageError
 from trainvitals.io.lookup import DEFAULT_DIR
 from trainvitals.io.rundir import holds_runs
@@ -98,14 +99,24 @@ class ReplayLogOptions:
         names = [name for name, value in values.items() if value not in (None, False)]
         return [f"--{name.replace('_', '-')}" for name in names if name != "config"]
 
-    def read(self, log: Path) -> tuple[Any, Any]:
-        """Return the log that a command names, and its settings."""
+    def read(
+        self, log: Path, *, task: str | None = None, scalars: Mapping[str, str] | None = None
+    ) -> tuple[Any, Any]:
+        """Return the log that a command names, and its settings.
+
+        Args:
+            log: file or directory.
+            task: kind of a post-training run, whose scalars are read too.
+            scalars: column of each post-training scalar with another name than Vitals knows.
+        """
         importers = load_plugin("importers")
-        history = importers.read_history(log, importers.ColumnChoice(**self.columns()))
+        columns = importers.ColumnChoice(**self.columns(), task=task, scalars=scalars or {})
+        history = importers.read_history(log, columns)
         assumed = importers.Assumed(
             mode=self.mode or "heal",
             config=msgspec.structs.replace(
-                _load_judge_settings(self.config), loss_kind=self.loss_kind or "minimize"
+                _load_judge_settings(self.config),
+                loss_kind=self.loss_kind or loss_kind_of_task(task) or "minimize",
             ),
             clips=not self.no_clip,
             expected=tuple(self.expect or ()),

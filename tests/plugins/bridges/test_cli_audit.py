@@ -249,8 +249,8 @@ def test_no_option_of_the_columns_is_missing():
     """What `replay` can be told of a log's columns `audit` can be told, too."""
     from vitals_collector.cli.replay import ReplayLogOptions
 
-    told_of_time_alone = {"time", "evaluation_seconds"}
-    names = ColumnChoice.__dataclass_fields__.keys() - told_of_time_alone
+    without_option = {"time", "evaluation_seconds", "task", "scalars"}
+    names = ColumnChoice.__dataclass_fields__.keys() - without_option
     assert names == ReplayLogOptions().columns().keys()
 
 
@@ -336,3 +336,144 @@ def test_the_silence_of_a_short_log_is_qualified(tmp_path: Path, capsys):
     assert "a slow rise (needs 512 records, has 100)" in said
     assert "a loss that never falls (needs 500 records, has 100)" in said
     assert "spikes (needs" not in said
+
+
+# ------------------------------------------------------------------- post-training
+
+TRL_NAMES = ("reward", "entropy", "completions/clipped_ratio")
+VERL_NAMES = ("critic/score/mean", "actor/entropy", "response_length/clip_ratio")
+
+
+def collapse() -> list[tuple[float, float, float]]:
+    """Return reward, entropy and share of cut completions of a policy that collapses."""
+    noise = random.Random(11)
+    learns = [(0.02 * n + noise.gauss(0, 0.02), 2.0, 0.0) for n in range(40)]
+    return learns + [(noise.gauss(0, 0.02), 0.01, 0.0) for _ in range(60)]
+
+
+def trainer_state(folder: Path) -> Path:
+    log = [
+        {"step": n, "loss": 0.0, **dict(zip(TRL_NAMES, row, strict=True))}
+        for n, row in enumerate(collapse(), start=1)
+    ]
+    path = folder / "trainer_state.json"
+    path.write_text(json.dumps({"log_history": log}))
+    return path
+
+
+def exported_csv(folder: Path) -> Path:
+    path = folder / "export.csv"
+    head = ",".join(["step", *(name.replace("/", "_") for name in VERL_NAMES)])
+    rows = [f"{n},{r},{e},{c}" for n, (r, e, c) in enumerate(collapse(), start=1)]
+    path.write_text("\n".join([head, *rows]))
+    return path
+
+
+def trainer_output(folder: Path) -> Path:
+    path = folder / "train.log"
+    lines = [
+        f"  1%|#  | {n}/100\r{{'loss': '0', 'reward': '{r:.4g}', 'entropy': '{e:.4g}'}}"
+        for n, (r, e, _) in enumerate(collapse(), start=1)
+    ]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def verl_output(folder: Path) -> Path:
+    path = folder / "verl.log"
+    lines = [
+        f"\x1b[36m(TaskRunner pid=7)\x1b[0m step:{n} - actor/entropy:{e} - actor/pg_loss:0.0 - "
+        f"actor/grad_norm:np.float64(0.5) - critic/score/mean:np.float64({r:.6f})"
+        for n, (r, e, _) in enumerate(collapse(), start=1)
+    ]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def minimind_output(folder: Path) -> Path:
+    path = folder / "minimind.log"
+    lines = [
+        f"Epoch:[1/1]({n}/100), Reward: {r:.4f}, entropy: {e:.4f}, Actor Loss: 0.0000"
+        for n, (r, e, _) in enumerate(collapse(), start=1)
+    ]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    "write", [trainer_state, exported_csv, trainer_output, verl_output, minimind_output]
+)
+def test_a_collapse_is_found_in_a_log_whose_task_is_declared(tmp_path: Path, capsys, write):
+    path = write(tmp_path)
+    report = audited(capsys, path, "--task", "grpo")
+    assert "policy_collapse" in alarms_of(report)
+    assert "its entropy fell from 2 to 0.01" in report
+    assert "entropy, logarithmic: 100 steps" in report
+    if write is not exported_csv:  # without a loss only a declared task gives it something to judge
+        assert "policy_collapse" not in audited(capsys, path)
+
+
+def test_the_findings_of_a_declared_task_are_in_the_json_document(tmp_path: Path, capsys):
+    body = json.loads(
+        audited(capsys, trainer_state(tmp_path), "--task", "grpo", "--format", "json")
+    )
+    (alarm,) = body["alarms"]
+    assert ["policy_collapse"] == alarm["kinds"]
+    assert 41 <= alarm["onset_step"] <= alarm["first_step"] <= 60
+
+
+def test_an_announced_change_is_not_a_loss_of_reward_in_an_audited_log(tmp_path: Path, capsys):
+    path = trainer_state(tmp_path)
+    assert "policy_collapse" not in audited(capsys, path, "--task", "grpo", "--expect", 41)
+
+
+def test_a_resumed_log_is_judged_without_the_rewards_it_trained_again(tmp_path: Path, capsys):
+    noise = random.Random(2)
+    rewards = [noise.gauss(0.0, 0.02) + 0.02 * n for n in range(40)]
+    rows = [(n, r, 2.0) for n, r in enumerate(rewards)]
+    rows += [(n, noise.gauss(0.4, 0.02), 2.0) for n in range(20, 80)]
+    path = tmp_path / "log.csv"
+    path.write_text("\n".join(["step,reward,entropy", *(f"{s},{r},{e}" for s, r, e in rows)]))
+    report = audited(capsys, path, "--task", "grpo")
+    assert "## Alarms" not in report
+    assert "the steps go back once" in report
+
+
+def test_an_evaluation_in_an_entry_of_its_own_belongs_to_its_step(tmp_path: Path, capsys):
+    noise = random.Random(7)
+    log: list[dict[str, float]] = []
+    for n in range(1, 201):
+        log.append({"step": n, "loss": 0.0, "reward": 0.005 * n + noise.gauss(0, 0.01)})
+        if n % 10 == 0:
+            held_out = 0.05 * n / 10 if n <= 100 else 0.5 - 0.05 * (n - 100) / 10
+            log.append({"step": n, "eval_reward": held_out + noise.gauss(0, 0.005)})
+    path = tmp_path / "trainer_state.json"
+    path.write_text(json.dumps({"log_history": log}))
+    report = audited(capsys, path, "--task", "grpo")
+    assert "200 records" in report
+    assert "reward_hacking" in alarms_of(report)
+
+
+def test_a_scalar_with_a_name_of_its_own_is_named_by_an_option(tmp_path: Path, capsys):
+    path = tmp_path / "own.csv"
+    rows = [f"{n},{r},{e}" for n, (r, e, _) in enumerate(collapse())]
+    path.write_text("\n".join(["step,mean_score,policy_entropy", *rows]))
+    options = ["--scalar", "reward=mean_score", "--scalar", "entropy=policy_entropy"]
+    report = audited(capsys, path, "--task", "grpo", *options)
+    assert "policy_collapse" in alarms_of(report)
+    assert "reward = mean_score" in report
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--scalar", "reward=loss"], "--scalar needs --task"),
+        (["--task", "grpo", "--scalar", "reward"], "it must be NAME=COLUMN"),
+        (["--task", "grpo", "--scalar", "wealth=loss"], "it must be NAME=COLUMN"),
+        (["--task", "grpo", "--scalar", "reward=missing"], "there is no such column"),
+    ],
+)
+def test_a_wrong_option_for_a_scalar_is_an_error(tmp_path: Path, capsys, options, error):
+    path = csv(tmp_path, "healthy")
+    assert 2 == run_cli("audit", str(path), *options)
+    assert error in capsys.readouterr().err

@@ -223,6 +223,11 @@ def read_quantities(values: Mapping[str, float]) -> dict[str, float]:
     return quantities
 
 
+def known_names() -> tuple[str, ...]:
+    """Return all names of post-training scalars that ``read_quantities`` uses."""
+    return tuple(dict.fromkeys((*NAMES, *(name for both in _OF_SUMMED_KL for name in both))))
+
+
 def is_read(name: str) -> bool:
     """Return whether ``read_quantities`` uses a scalar with this name in another library."""
     plain = plain_name(name)

@@ -8,20 +8,22 @@ recovered by itself, training was restarted from an earlier step, or neither.
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from trainvitals.alerting import alerts_for_decision, alerts_for_finding
+from trainvitals.detect.posttraining.charts import quantity_charts
+from trainvitals.detect.posttraining.set import PostTrainingDetectors
 from trainvitals.detect.registry import KINDS as FINDING_KINDS
 from trainvitals.document.blocks import Block, Heading, Paragraph, TableBlock
 from trainvitals.judged_log import Cadence, JudgedStep, LoggedStep
-from trainvitals.records import SEVERITY_WORDS, Severity
+from trainvitals.records import SEVERITY_WORDS, Finding, Severity
 from trainvitals.units import humanize_count, humanize_seconds
 from vitals_collector.report.charts import CurvePlot
-from vitals_collector.report.curves import CurveMark, decision_mark, log_curve
+from vitals_collector.report.curves import CurveMark, PlottedCurve, decision_mark, log_curve
 from vitals_plugins.bridges.importers import ImportedLog
 
 NEAR_ROWS = 20
@@ -130,6 +132,8 @@ class Audit:
 
     history: ImportedLog
     cadence: Cadence
+    task: str
+    """Kind of a post-training run; empty: another run."""
     alarms: Sequence[LogAlarm]
     marks: Sequence[CurveMark]
     step_seconds: float | None
@@ -204,6 +208,8 @@ def audit(
     *,
     loss_kind: str,
     gpus: int,
+    task: str = "",
+    expected: Sequence[int] = (),
     assumptions: Sequence[str],
     lacking: Sequence[str] = (),
 ) -> Audit:
@@ -215,14 +221,18 @@ def audit(
         cadence: distance of its steps.
         loss_kind: kind of its loss.
         gpus: number of GPUs; 0: unknown.
+        task: kind of a post-training run, whose scalars are judged too.
+        expected: steps of planned changes.
         assumptions: the assumptions that were needed, as sentences.
         lacking: what the log is too short for, as sentences.
     """
     alarms: list[LogAlarm] = []
     marks: list[CurveMark] = []
     places = {logged.row: index for index, logged in enumerate(history.steps)}
+    of_scalars = _judge_scalars(history.steps, task, cadence, expected)
     for judged in judged_steps:
-        _add_alarms(judged, places[judged.row], alarms, marks, loss_kind)
+        index = places[judged.row]
+        _add_alarms(judged, of_scalars.get(index, ()), index, alarms, marks, loss_kind)
     restarts = sorted(cadence.restarts)
     before: _Trouble | None = None
     for alarm in alarms:
@@ -230,6 +240,7 @@ def audit(
     return Audit(
         history=history,
         cadence=cadence,
+        task=task,
         alarms=alarms,
         marks=marks,
         step_seconds=_step_seconds(history.steps),
@@ -239,12 +250,38 @@ def audit(
     )
 
 
+def _judge_scalars(
+    log: Sequence[LoggedStep], task: str, cadence: Cadence, expected: Sequence[int]
+) -> dict[int, tuple[Finding, ...]]:
+    """Return the findings on an audited log's post-training scalars, by position."""
+    detectors = PostTrainingDetectors(task)
+    announced = sorted(expected, reverse=True)
+    findings: dict[int, tuple[Finding, ...]] = {}
+    attempt = 1
+    for index, logged in enumerate(log):
+        attempt += index in cadence.restarts
+        if announced and announced[-1] <= logged.step:
+            detectors.expect_change()
+        while announced and announced[-1] <= logged.step:
+            announced.pop()
+        if logged.scalars:
+            findings[index] = detectors.update(
+                logged.scalars, step=logged.step, attempt=attempt, time_unix_ns=0
+            )
+    return findings
+
+
 def _add_alarms(
-    judged: JudgedStep, index: int, alarms: list[LogAlarm], marks: list[CurveMark], loss_kind: str
+    judged: JudgedStep,
+    of_scalars: Sequence[Finding],
+    index: int,
+    alarms: list[LogAlarm],
+    marks: list[CurveMark],
+    loss_kind: str,
 ) -> None:
     """Add the findings and decisions on an audited record to the alarms."""
     decision = judged.judgement.decision
-    for finding in judged.judgement.findings:
+    for finding in (*judged.judgement.findings, *of_scalars):
         kind = FINDING_KINDS.get(finding.kind)
         domain = "numbers" if kind is None else kind.domain
         alarm = _alarm_at(index, domain, alarms, finding.step, finding.onset_step)
@@ -589,8 +626,26 @@ def _plot_blocks(audit: Audit) -> list[Block]:
         log_curve("loss", steps, [(logged.loss, None) for logged in log], forks),
         log_curve("gradient norm", steps, [(logged.grad_norm, None) for logged in log], forks),
     ]
+    curves = [*_quantity_curves(audit, steps, forks), *curves]
     drawn = [CurvePlot(curve, audit.marks, spans) for curve in curves if not curve.is_empty]
     return [Heading(2, "Curves"), *drawn] if drawn else []
+
+
+def _quantity_curves(
+    audit: Audit, steps: Sequence[int], forks: Collection[int]
+) -> list[PlottedCurve]:
+    """Return the curves of an audited log's post-training scalars, in reading order."""
+    names = [f"scalars.{name}" for name in audit.history.scalars.values()]
+    lines = [line for chart in quantity_charts(audit.task, names) for line in chart.lines]
+    return [
+        log_curve(
+            name,
+            steps,
+            [((logged.scalars or {}).get(name), None) for logged in audit.history.steps],
+            forks,
+        )
+        for name, _ in lines
+    ]
 
 
 def _savings_blocks(audit: Audit) -> list[Block]:
@@ -650,7 +705,7 @@ def _format_duration(audit: Audit, steps: int) -> str:
 def _limits(audit: Audit) -> list[str]:
     """Describe what an audited log cannot show, and why."""
     columns, limit_texts = audit.history.columns, []
-    if "loss" not in columns:
+    if "loss" not in columns and not audit.task:
         limit_texts.append("It has no loss: spikes, divergence and recovery cannot be judged.")
     if "grad_norm" not in columns:
         limit_texts.append("It has no gradient norm: the gradients cannot be judged.")

@@ -1,6 +1,7 @@
 """`vitals audit`: applies Vitals' detectors and policy to an unmonitored run's log."""
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -10,6 +11,7 @@ import typer
 from trainvitals.cli.groups import add_commands
 from trainvitals.cli.options import Force
 from trainvitals.cli.output import write_json
+from trainvitals.detect.posttraining.names import Task, is_read, known_names
 from trainvitals.errors import UsageError
 from trainvitals.io.rundir import holds_runs
 from trainvitals.printable import printable
@@ -37,6 +39,22 @@ Form = Annotated[
 Gpus = Annotated[
     int, typer.Option(min=0, help="How many GPUs the run was on, for GPU-hours; 0: not known.")
 ]
+TaskOption = Annotated[
+    Task | None,
+    typer.Option(
+        help="Kind of a post-training run, as in watch(task=...): its reward, entropy and other "
+        "scalars are judged too."
+    ),
+]
+Scalars = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--scalar",
+        metavar="NAME=COLUMN",
+        help="Column of a post-training scalar with a name of your own, such as "
+        "reward=mean_reward; needs --task. Repeatable.",
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -51,6 +69,8 @@ def audit(
     form: Form = "text",
     force: Force = False,
     gpus: Gpus = 0,
+    task: TaskOption = None,
+    scalar: Scalars = None,
     settings: ReplayLogOptions,
 ) -> None:
     """Audit a log: what Vitals would have skipped, rolled back, paged; which alarms look wrong.
@@ -60,7 +80,8 @@ def audit(
     from trainvitals.document import markdown, page
     from vitals_plugins.bridges.audit.audit import audit_blocks, audit_document
 
-    result = audit_log(log, settings, gpus=gpus)
+    scalars = _parse_scalar_options(scalar or (), task)
+    result = audit_log(log, settings, gpus=gpus, task=task, scalars=scalars)
     blocks = audit_blocks(result, audit_title(log))
     if html is not None:
         write_file(html, page.write_page(blocks).encode(), force=force)
@@ -73,13 +94,45 @@ def audit(
     sys.stdout.write(write(blocks))
 
 
+def _parse_scalar_options(options: Sequence[str], task: Task | None) -> dict[str, str]:
+    """Return the column of each post-training scalar that `vitals audit` is given.
+
+    Raises:
+        UsageError: an option is not NAME=COLUMN, its name is unknown, or the task is missing.
+    """
+    pairs = [option.partition("=") for option in options]
+    if pairs and task is None:
+        raise UsageError("--scalar needs --task", hint="for example --task grpo")
+    for option, (name, _, column) in zip(options, pairs, strict=True):
+        if not column or not is_read(name):
+            raise UsageError(
+                f"--scalar is {option!r}; it must be NAME=COLUMN with a known name",
+                hint=f"names: {', '.join(known_names())}",
+            )
+    return {name: column for name, _, column in pairs}
+
+
 def audit_title(log: Path) -> str:
     """Return an audited log's name without its directory: a report may be sent to others."""
     return printable(log.name or str(log))
 
 
-def audit_log(log: Path, settings: ReplayLogOptions, *, gpus: int = 0) -> "Audit":
+def audit_log(
+    log: Path,
+    settings: ReplayLogOptions,
+    *,
+    gpus: int = 0,
+    task: Task | None = None,
+    scalars: Mapping[str, str] | None = None,
+) -> "Audit":
     """Read a log of another tool, and return its audit.
+
+    Args:
+        log: file or directory.
+        settings: options for a log.
+        gpus: number of GPUs; 0: unknown.
+        task: kind of a post-training run.
+        scalars: column of each post-training scalar with another name than Vitals knows.
 
     Raises:
         UsageError: there is no such log, or it contains runs that Vitals watched.
@@ -98,7 +151,7 @@ def audit_log(log: Path, settings: ReplayLogOptions, *, gpus: int = 0) -> "Audit
             f"{log} contains runs that Vitals watched; an audit reads logs of other tools",
             hint="`vitals postmortem RUN` shows what was done, `vitals replay RUN` what would be",
         )
-    history, assumed = settings.read(log)
+    history, assumed = settings.read(log, task=task, scalars=scalars)
     judged = judge_history(
         history.steps,
         config=assumed.config,
@@ -111,6 +164,8 @@ def audit_log(log: Path, settings: ReplayLogOptions, *, gpus: int = 0) -> "Audit
         judged,
         measure_log_cadence(history.steps),
         loss_kind=assumed.config.loss_kind,
+        task=task or "",
+        expected=assumed.expected,
         gpus=gpus,
         assumptions=(about(replace(history, source=log.name)), *assumptions(history, assumed)),
         lacking=unavailable_checks(assumed.config, len(history.steps)),

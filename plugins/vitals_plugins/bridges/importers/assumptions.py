@@ -47,6 +47,10 @@ def about(history: ImportedLog) -> str:
     """Describe an imported log: its format, steps, and the role of each column."""
     first, last = history.steps[0].step, history.steps[-1].step
     columns = ", ".join(f"{role} = {name}" for role, name in history.columns.items())
+    columns += "".join(
+        f", {column}" if column == name else f", {name} = {column}"
+        for column, name in history.scalars.items()
+    )
     return (
         f"{history.source}: {history.form}, {_format_records(len(history.steps))}, steps "
         f"{first} to {last}; "

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from trainvitals.detect.posttraining.names import known_names
 from trainvitals.errors import FormatError, UsageError
 from trainvitals.judged_log import LoggedStep
 
@@ -36,10 +37,11 @@ KNOWN: dict[Role, tuple[str, ...]] = {
         "grad_norm", "gradient_norm", "gradnorm", "train_grad_norm", "train_gradient_norm",
         "global_grad_norm", "total_grad_norm", "optim_total_grad_norm", "grad_norm_total",
         "gradient_norm_global", "l2_norm_grad_global", "grad_norm_grad_norm", "gnorm",
+        "actor_grad_norm",
     ),
     "lr": (
         "lr", "learning_rate", "train_lr", "train_learning_rate", "optim_learning_rate_group0",
-        "lr_group0", "optim_lr",
+        "lr_group0", "optim_lr", "actor_lr",
     ),
     "loss_scale": ("loss_scale", "train_loss_scale", "grad_scale", "scaler_scale", "amp_scale"),
     "step_seconds": (
@@ -75,6 +77,10 @@ _ASKED = tuple(role for role in KNOWN if role not in ("time", "evaluation_second
 """Roles whose cells must be numeric. An invalid time is ignored."""
 
 
+_SCALARS = {re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_"): name for name in known_names()}
+"""Names of post-training scalars by their normalized form: exports replace characters."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnChoice:
     """Columns set by options. None: found by the usual names."""
@@ -89,6 +95,10 @@ class ColumnChoice:
     data_seconds: str | None = None
     time: str | None = None
     evaluation_seconds: str | None = None
+    task: str | None = None
+    """Kind of a post-training run, whose scalars are read too."""
+    scalars: Mapping[str, str] = field(default_factory=dict)
+    """Column of a post-training scalar, by its name in Vitals' table."""
 
     def named(self) -> list[str]:
         """Return the column options that were given for importing a log."""
@@ -98,6 +108,10 @@ class ColumnChoice:
         """Return whether a log's column may be one of those; others are not stored."""
         names = tuple(getattr(self, role) for role in KNOWN)
         plain_name = normalize_column_name(name)
+        if self.task is not None and (
+            plain_name.removeprefix("train_") in _SCALARS or name in self.scalars.values()
+        ):
+            return True
         return plain_name in _USUAL or any(
             plain_name == normalize_column_name(given_name)
             for given_name in names
@@ -116,6 +130,8 @@ class ImportedLog:
     steps: list[LoggedStep]
     columns: Mapping[Role, str]
     """Column of each role; a role that the log does not have is absent."""
+    scalars: Mapping[str, str] = field(default_factory=dict)
+    """Names of post-training scalars by column."""
     notes: list[str] = field(default_factory=list)
     """Notes for the reader, one sentence each."""
     evaluations: Mapping[int, float] = field(default_factory=dict)
@@ -141,10 +157,50 @@ def choose_columns(
             chosen_columns[role] = name
     if "step" not in chosen_columns:
         raise _missing_column_error("step", KNOWN["step"], names, source)
-    if "loss" not in chosen_columns and "grad_norm" not in chosen_columns:
+    if (
+        "loss" not in chosen_columns
+        and "grad_norm" not in chosen_columns
+        and not find_scalars(names, column_options, source)
+    ):
         both = KNOWN["loss"][:4] + KNOWN["grad_norm"][:3]
         raise _missing_column_error("loss", both, names, source, what="loss or gradient norm")
     return chosen_columns
+
+
+def find_scalars(names: Iterable[str], column_options: ColumnChoice, source: str) -> dict[str, str]:
+    """Return the post-training scalars of an imported log: Vitals' name by column.
+
+    Without a kind of run there are none: ``kl`` and ``entropy`` also occur in other training.
+
+    Raises:
+        UsageError: an option names a column that the log does not have.
+    """
+    if column_options.task is None:
+        return {}
+    columns = list(names)
+    found: dict[str, str] = {}
+    for column in columns:
+        name = _SCALARS.get(normalize_column_name(column).removeprefix("train_"))
+        if name is not None and name not in found.values():
+            found[column] = name
+    for name, column in column_options.scalars.items():
+        if column not in columns:
+            raise UsageError(
+                f"{source}: --scalar {name}={column}: there is no such column",
+                hint=f"it has: {_format_names(columns)}",
+            )
+        found = {column: name} | {key: other for key, other in found.items() if other != name}
+    return found
+
+
+def has_role(column: str) -> bool:
+    """Return whether an imported log's column has a usual name of a role, such as the loss."""
+    return normalize_column_name(column) in _USUAL
+
+
+def is_scalar(column: str) -> bool:
+    """Return whether an imported log's column has the name of a post-training scalar."""
+    return normalize_column_name(column).removeprefix("train_") in _SCALARS
 
 
 def _match_column(names: Sequence[str], role: Role, requested: str, source: str) -> str:
@@ -312,8 +368,16 @@ _NUMBERS: dict[Role, str] = {
 class ImportedRows:
     """Collects records, counts invalid rows, and names cells that are not numbers."""
 
-    def __init__(self, source: Path, where: str, columns: Mapping[Role, str]) -> None:
+    def __init__(
+        self,
+        source: Path,
+        where: str,
+        columns: Mapping[Role, str],
+        scalars: Mapping[str, str] | None = None,
+    ) -> None:
         self._source, self._where, self._columns = str(source), where, columns
+        self._scalars = scalars or {}
+        """Names of post-training scalars by column."""
         self._steps: list[LoggedStep] = []
         self._evaluations: dict[int, float] = {}
         """Seconds by the index of the next step: they follow the step at which they are logged."""
@@ -321,33 +385,51 @@ class ImportedRows:
 
     def add_named(self, row: int, cells: Mapping[str, object]) -> None:
         """Add the record that a row of cells by column name holds; see ``add``."""
-        self.add(row, {role: cells.get(name) for role, name in self._columns.items()})
+        scalars = {name: cells.get(column) for column, name in self._scalars.items()}
+        self.add(row, {role: cells.get(name) for role, name in self._columns.items()}, scalars)
 
-    def add(self, row: int, cells: Mapping[Role, object]) -> None:
+    def add(
+        self,
+        row: int,
+        cells: Mapping[Role, object],
+        scalars: Mapping[str, object] | None = None,
+    ) -> None:
         """Add one record, in the order of the imported log; skip one without values.
+
+        Args:
+            row: its position in the log.
+            cells: cells by role.
+            scalars: cells of post-training scalars, by name.
 
         Raises:
             FormatError: a cell is not a number.
         """
-        self._add_step(row, cells)
+        self._add_step(row, cells, _parse_scalars(scalars or {}))
         with contextlib.suppress(ValueError):
             evaluated = parse_number(cells.get("evaluation_seconds"))
             if evaluated is not None and 0 < evaluated < math.inf:
                 index = len(self._steps)
                 self._evaluations[index] = self._evaluations.get(index, 0.0) + evaluated
 
-    def _add_step(self, row: int, cells: Mapping[Role, object]) -> None:
+    def _add_step(
+        self, row: int, cells: Mapping[Role, object], scalars: Mapping[str, float]
+    ) -> None:
         numbers: list[float | None] = []
         for role, name in _NUMBERS.items():
             numbers.append(self._parse(row, name, cells.get(role), parse_number))
-            if role == "grad_norm" and numbers == [None, None]:
-                return  # neither a loss nor a gradient norm
+            if role == "grad_norm" and numbers == [None, None] and not scalars:
+                return  # nothing to judge
         step = self._parse(row, "step", cells.get("step"), parse_step)
         if step is None:
             self.skip_row("without a step")
-        else:
-            numbers.append(parse_time(cells.get("time")))
-            self._steps.append(LoggedStep(row, step, *numbers))
+            return
+        last = self._steps[-1] if self._steps else None
+        if scalars and numbers[:2] == [None, None] and last is not None and last.step == step:
+            # An evaluation is logged in a record of its own.
+            self._steps[-1] = last._replace(scalars={**(last.scalars or {}), **scalars})
+            return
+        numbers.append(parse_time(cells.get("time")))
+        self._steps.append(LoggedStep._make((row, step, *numbers, scalars or None)))
 
     def _parse(self, row: int, name: str, value: object, parse: Callable[[object], T]) -> T:
         try:
@@ -376,7 +458,19 @@ class ImportedRows:
             form=form,
             steps=self._steps,
             columns=self._columns,
+            scalars=self._scalars,
             notes=[*skipped, *notes],
             evaluations=self._evaluations,
             total_seconds=total_seconds,
         )
+
+
+def _parse_scalars(cells: Mapping[str, object]) -> dict[str, float]:
+    """Return the numbers among the cells of post-training scalars; others are not measured."""
+    numbers: dict[str, float] = {}
+    for name, cell in cells.items():
+        with contextlib.suppress(ValueError):
+            number = parse_number(cell)
+            if number is not None:
+                numbers[name] = number
+    return numbers

@@ -13,6 +13,7 @@ from vitals_plugins.bridges.importers.columns import (
     ImportedLog,
     ImportedRows,
     choose_columns,
+    find_scalars,
     normalize_column_name,
 )
 from vitals_plugins.bridges.importers.files import lines_of, open_text, translate_read_errors
@@ -79,7 +80,9 @@ def _read_rows(
     names = [name.strip() for name in head]
     columns = choose_columns(names, column_options, str(path))
     places = {role: names.index(name) for role, name in columns.items()}
-    rows = ImportedRows(path, "row", columns)
+    scalars = find_scalars(names, column_options, str(path))
+    scalar_places = {name: names.index(column) for column, name in scalars.items()}
+    rows = ImportedRows(path, "row", columns, scalars)
     row = -1
     for cells in csv.reader(lines, delimiter=separator):
         if not cells:
@@ -89,7 +92,11 @@ def _read_rows(
             rows.skip_row("that repeat the head")
             continue
         # A line may be shorter than the head.
-        rows.add(row, {role: cells[at] for role, at in places.items() if at < len(cells)})
+        rows.add(
+            row,
+            {role: cells[at] for role, at in places.items() if at < len(cells)},
+            {name: cells[at] for name, at in scalar_places.items() if at < len(cells)},
+        )
     history = rows.to_log("CSV")
     steps = history.steps
     is_reversed = len(steps) > 2 and all(b.step < a.step for a, b in pairwise(steps))

@@ -11,6 +11,7 @@ from vitals_plugins.bridges.importers.columns import (
     ImportedLog,
     ImportedRows,
     choose_columns,
+    find_scalars,
     normalize_column_name,
 )
 from vitals_plugins.bridges.importers.files import lines_of, open_text, translate_read_errors
@@ -63,7 +64,7 @@ def read_json_lines(path: Path, column_options: ColumnChoice) -> ImportedLog:
         columns = choose_columns(["step", *names], column_options, str(path)) | {"step": step}
     else:
         columns = choose_columns(names, column_options, str(path))
-    rows = ImportedRows(path, "line", columns)
+    rows = ImportedRows(path, "line", columns, find_scalars(names, column_options, str(path)))
     epochs = (
         _EpochStepCounter()
         if normalize_column_name(columns["step"]) in _OF_EPOCH and "epoch" in names

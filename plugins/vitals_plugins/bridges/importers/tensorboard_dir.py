@@ -11,6 +11,7 @@ from vitals_plugins.bridges.importers.columns import (
     ImportedLog,
     ImportedRows,
     choose_columns,
+    find_scalars,
 )
 from vitals_plugins.bridges.importers.files import translate_read_errors
 
@@ -56,8 +57,9 @@ def read_tensorboard(
         ["step", *(tag for tag in tags if tag != "step")], column_options, str(path)
     )
     columns["step"], columns["time"] = "step", _WALL_TIME  # of each event
-    rows = ImportedRows(path, "row", columns)
-    tags_read = set(columns.values()) - {"step", _WALL_TIME}
+    scalars = find_scalars(tags, column_options, str(path))
+    rows = ImportedRows(path, "row", columns, scalars)
+    tags_read = {*columns.values(), *scalars} - {"step", _WALL_TIME}
     for row, cells in enumerate(_rows_by_step(values, tags_read)):
         rows.add_named(row, cells)
     columns["time"] = "wall_time"  # the displayed name

@@ -15,6 +15,9 @@ from vitals_plugins.bridges.importers.columns import (
     ImportedLog,
     ImportedRows,
     choose_columns,
+    find_scalars,
+    has_role,
+    is_scalar,
 )
 from vitals_plugins.bridges.importers.files import lines_of, open_text, translate_read_errors
 
@@ -44,7 +47,14 @@ FORMS = (
         "PyTorch's word_language_model output",
         re.compile(r"\| epoch\s+(?P<epoch>\d+) \|\s*(?P<batch>\d+)/\s*(?P<batches>\d+) batches"),
     ),
-    _Form("Trainer's output", re.compile(r"^\s*(?P<record>\{'(?:loss|train_loss)': .*\})\s*$")),
+    _Form("Trainer's output", re.compile(r"^\s*(?P<record>\{'(?:loss|train_loss|eps)': .*\})\s*$")),
+    _Form(
+        "MiniMind's output",
+        re.compile(
+            r"\bEpoch:\[(?P<epoch>\d+)/\d+\]\((?P<batch>\d+)/(?P<batches>\d+)\),? (?P<pairs>.*)$"
+        ),
+    ),
+    _Form("verl's output", re.compile(r"\bstep:(?P<step>\d+) - (?P<pairs>[\w/]+:.*)$")),
     _Form(
         "a text log",
         re.compile(
@@ -74,6 +84,10 @@ _PATTERNS = {
     role: tuple((re.compile(words + _NUMBER, re.IGNORECASE), scale) for words, scale in found)
     for role, found in _FIELDS.items()
 }
+_PAIR = re.compile(r"'?([\w./]+)'?: ?'?" + _NUMBER + r"(?![\w.])")
+"""A name and its number, as Trainer, verl and MiniMind print them."""
+_NUMPY = re.compile(r"\bnp\.(?:float|int)\d+\(([^()]*)\)")
+"""A number as NumPy 2 prints it."""
 _OTHERS = (
     (re.compile(r"\[Rank 0\] step=\d+, skipped="), "DeepSpeed's own lines, which have no loss"),
     (re.compile(r"\d(?:it/s|s/it)\b"), "a progress bar, which names no step of the training"),
@@ -87,7 +101,11 @@ def identify_format(begin: str) -> _Form | None:
     lines = list(_clean_lines(begin.splitlines()))
     for form in FORMS:
         matches = (line for line in lines if form.line.search(line))
-        if sum("loss" in _parse_line(line) for line in matches) >= MIN_LINES:
+        cells = (_parse_line(line) | _parse_named(form, line) for line in matches)
+        if (
+            sum(any(name == "loss" or is_scalar(name) for name in row) for row in cells)
+            >= MIN_LINES
+        ):
             return form
     return None
 
@@ -112,10 +130,10 @@ def read_text_log(path: Path, form: _Form, column_options: ColumnChoice) -> Impo
                 step = max(0, epoch - min(1, first_epoch)) * batches + int(parts["batch"])
             else:
                 step = len(records) + 1 if "record" in parts else int(parts["step"])
-            records.append((row, {"step": step, **_parse_line(line)}))
+            records.append((row, {**_parse_named(form, line), "step": step, **_parse_line(line)}))
     names = list(dict.fromkeys(name for _, cells in records for name in cells))
     columns = choose_columns(names, column_options, str(path))
-    rows = ImportedRows(path, "line", columns)
+    rows = ImportedRows(path, "line", columns, find_scalars(names, column_options, str(path)))
     for row, cells in records:
         rows.add_named(row, cells)
     notes = []
@@ -142,7 +160,7 @@ def _clean_lines(lines: Iterable[str]) -> Iterator[str]:
     """Yield a text log's lines without colors; a progress bar writes many on one."""
     for line in lines:
         for part in line.rstrip("\n").split("\r"):
-            yield _COLOR.sub("", part)
+            yield _NUMPY.sub(r"\1", _COLOR.sub("", part))
 
 
 def _is_evaluation(line: str) -> bool:
@@ -160,3 +178,15 @@ def _parse_line(line: str) -> dict[str, object]:
                 cells[role] = value if scale == 1.0 else value * scale
                 break
     return cells
+
+
+def _parse_named(form: _Form, line: str) -> dict[str, object]:
+    """Return the numbers without a role in a text log's line, by name, if its form has names."""
+    match = form.line.search(line)
+    groups = match.groupdict() if match is not None else {}
+    text = groups.get("record") or groups.get("pairs") or ""
+    return {
+        name: float(value.replace(",", ""))
+        for name, value in _PAIR.findall(text)
+        if not has_role(name)
+    }

@@ -11,6 +11,7 @@ from vitals_plugins.bridges.importers.columns import (
     ImportedLog,
     ImportedRows,
     choose_columns,
+    find_scalars,
 )
 from vitals_plugins.bridges.importers.files import read_whole, translate_read_errors
 
@@ -38,7 +39,7 @@ def read_trainer_state(path: Path, column_options: ColumnChoice) -> ImportedLog:
         )
     names = list(dict.fromkeys(name for entry in log for name in entry))
     columns = choose_columns(names, column_options, str(path))
-    rows = ImportedRows(path, "entry", columns)
+    rows = ImportedRows(path, "entry", columns, find_scalars(names, column_options, str(path)))
     for row, entry in enumerate(log):
         rows.add_named(row, entry)
     is_state = "log_history" in state

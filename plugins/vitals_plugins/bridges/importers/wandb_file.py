@@ -19,6 +19,7 @@ from vitals_plugins.bridges.importers.columns import (
     ImportedLog,
     ImportedRows,
     choose_columns,
+    find_scalars,
     normalize_column_name,
 )
 from vitals_plugins.bridges.importers.files import read_whole, translate_read_errors
@@ -69,7 +70,7 @@ def read_wandb(path: Path, column_options: ColumnChoice) -> ImportedLog:
     has_better = any(normalize_column_name(name) in KNOWN["step"] for name in better)
     own_is_meant = column_options.step == _OWN_STEP or not has_better
     columns = choose_columns([*names] if own_is_meant else better, column_options, str(path))
-    rows = ImportedRows(path, "call", columns)
+    rows = ImportedRows(path, "call", columns, find_scalars(names, column_options, str(path)))
     for row, cells in enumerate(calls):
         rows.add_named(row, cells)
     return rows.to_log("wandb", notes)
