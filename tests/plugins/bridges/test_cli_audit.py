@@ -408,6 +408,7 @@ def test_a_collapse_is_found_in_a_log_whose_task_is_declared(tmp_path: Path, cap
     report = audited(capsys, path, "--task", "grpo")
     assert "policy_collapse" in alarms_of(report)
     assert "its entropy fell from 2 to 0.01" in report
+    assert "not visible in the loss" in alarms_of(report)
     assert "entropy, logarithmic: 100 steps" in report
     if write is not exported_csv:  # without a loss only a declared task gives it something to judge
         assert "policy_collapse" not in audited(capsys, path)

@@ -33,6 +33,8 @@ REFERENCE_ROWS, RECOVERY_ROWS = 50, 10
 it again."""
 TOLERANCE = 0.05
 """Share of that median by which it may be higher, at least."""
+_SCALARS = "scalars"
+"""Subject of findings on post-training scalars."""
 _COLLAPSED = "collapse"
 _SLOW = frozenset({"divergence", "lost_progress", "plateau"})
 """Kinds of findings about the level of the loss: the same rise is reported again while it lasts."""
@@ -283,7 +285,9 @@ def _add_alarms(
     decision = judged.judgement.decision
     for finding in (*judged.judgement.findings, *of_scalars):
         kind = FINDING_KINDS.get(finding.kind)
-        domain = "numbers" if kind is None else kind.domain
+        domain: str = "numbers" if kind is None else kind.domain
+        if finding in of_scalars:
+            domain = _SCALARS  # the loss does not show how it ended
         alarm = _alarm_at(index, domain, alarms, finding.step, finding.onset_step)
         if not alarm.kinds:
             alarm.is_flat = (finding.kind, finding.detector) == ("plateau", "loss_progress")
