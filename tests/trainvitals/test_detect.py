@@ -539,6 +539,37 @@ def test_a_loss_that_is_rounded_to_zero_has_no_limit_that_acts() -> None:
         rule.update(record)
 
 
+def norms_of_sparse_rewards(num: int) -> list[float]:
+    """Return gradient norms of a policy whose groups mostly have equal rewards."""
+    rng = random.Random(7)
+    return [
+        rng.uniform(0.2, 0.8) if n >= 20 and rng.random() < 0.25 else rng.uniform(3e-4, 3e-3)
+        for n in range(num)
+    ]
+
+
+def test_in_reinforcement_learning_the_few_steps_with_a_gradient_are_no_outliers() -> None:
+    norms = norms_of_sparse_rewards(300)
+    limits: dict[str, list[float | None]] = {}
+    for kind in ("rl", "minimize"):
+        rule = OutlierRule(loss_kind="rl" if kind == "rl" else "minimize")
+        limits[kind] = []
+        for step, norm in enumerate(norms):
+            limits[kind].append(rule.limits().grad_norm)
+            rule.update(StepRecord(step=step, attempt=1, loss=0.0, grad_norm=norm))
+    late = range(60, 300)
+    assert all(norms[n] < (limits["rl"][n] or math.inf) < 10.0 for n in late)
+    assert any(norms[n] > (limits["minimize"][n] or math.inf) for n in late)
+
+
+def test_a_dense_gradient_has_the_same_limit_in_reinforcement_learning() -> None:
+    rules = OutlierRule(loss_kind="rl"), OutlierRule()
+    for step, norm in enumerate(noisy([0.5] * 200, 0.2)):
+        for rule in rules:
+            rule.update(StepRecord(step=step, attempt=1, loss=1.0, grad_norm=norm))
+        assert rules[0].limits().grad_norm == rules[1].limits().grad_norm
+
+
 def test_what_comes_again_around_zero_is_told_a_few_times_only() -> None:
     detector = SpikeDetector("loss")
     values = [rounded(step) * (100 if step % 40 == 39 else 1) for step in range(1000)]

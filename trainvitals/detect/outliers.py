@@ -266,13 +266,26 @@ class OutlierConfig(Settings, frozen=True, kw_only=True):
 OUTLIER_DEFAULTS = OutlierConfig()
 
 
+_SPARSE_SHARE, _SPARSE_RATIO = 0.1, 10.0
+"""In reinforcement learning most steps may have next to no gradient, because the rewards of their
+groups are equal. The limit is at least this multiple of the norm that this share of steps exceeds:
+otherwise the few steps with a signal would be the outliers."""
+
+
 class _MetricReference(Stateful):
     """The reference of one metric."""
 
     STATE = ("window", "first", "_limit", "_age")
 
-    def __init__(self, name: Literal["loss", "grad_norm"], config: OutlierConfig) -> None:
+    def __init__(
+        self,
+        name: Literal["loss", "grad_norm"],
+        config: OutlierConfig,
+        *,
+        is_sparse: bool = False,
+    ) -> None:
         self._is_loss = name == "loss"
+        self._is_sparse = is_sparse
         self._config = config
         self.window = RobustWindow(config.window)
         self.first: list[float] = []
@@ -316,6 +329,8 @@ class _MetricReference(Stateful):
             limit = max(
                 config.grad_norm_ratio * median, config.grad_norm_first * self.first_value()
             )
+            if self._is_sparse:
+                limit = max(limit, _SPARSE_RATIO * self.window.upper(_SPARSE_SHARE))
             return min(limit, _LARGEST) if limit > 0.0 else None
         progress = self.first_value() - median
         if progress <= 0.0:
@@ -336,7 +351,8 @@ class OutlierRule(Detector):
         self._config = config or OUTLIER_DEFAULTS
         self._judges_loss = loss_kind == "minimize"
         self._loss = _MetricReference("loss", self._config)
-        self._grad_norm = _MetricReference("grad_norm", self._config)
+        is_sparse = loss_kind == "rl"
+        self._grad_norm = _MetricReference("grad_norm", self._config, is_sparse=is_sparse)
         self._suspended = 0
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
