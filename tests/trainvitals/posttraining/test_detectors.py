@@ -250,6 +250,40 @@ def test_completions_that_are_cut_while_the_reward_does_not_rise():
     assert step >= 99
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_completions_that_grow_to_the_limit_without_a_gain_are_reported_before_100_values(
+    seed: int,
+):
+    rows = [
+        {"reward": 0.5 - 0.01 * n + noise, "completions/clipped_ratio": min(1.0, 0.5 + 0.05 * n)}
+        for n, noise in enumerate(gauss(seed, 60, 0.3))
+    ]
+    ((step, cause),) = causes(judged(rows))
+    assert "truncation" == cause
+    assert 29 <= step
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_completions_that_grow_to_the_limit_while_the_reward_rises_are_silent(seed: int):
+    rows = [
+        {"reward": 0.01 * n + noise, "completions/clipped_ratio": min(1.0, 0.5 + 0.05 * n)}
+        for n, noise in enumerate(gauss(seed, 150, 0.1))
+    ]
+    assert [] == causes(judged(rows))
+
+
+def test_a_negative_reward_that_is_never_above_its_first_level_did_not_rise():
+    penalties = random.Random(5)
+    rows = [
+        {
+            "reward": -0.1 - 0.005 * (penalties.random() < 0.3),
+            "completions/clipped_ratio": 1.0,
+        }
+        for _ in range(150)
+    ]
+    assert [(99, "truncation")] == causes(judged(rows))
+
+
 def from_the_start(rewards: Iterable[float]) -> Rows:
     """A policy that becomes deterministic, as in a success, with any reward."""
     return [

@@ -190,6 +190,12 @@ class RewardCourse(ValueCourse):
         return upper_median(recent) if len(recent) == self._config.window else None
 
     @property
+    def has_no_gain(self) -> bool:
+        """Return whether the reward is not above its first values: a gain is then unlikely."""
+        level, is_long = self.level, len(self._values) >= 3 * self._config.window
+        return level is not None and is_long and level <= self.first
+
+    @property
     def first(self) -> float:
         """Return the level of the run's first rewards; 0 before there is one."""
         return upper_median(self._early) if self._early else 0.0
@@ -238,15 +244,16 @@ class RewardCourse(ValueCourse):
         if level < min(first, best if self._start is None else self._start) - counts:
             return "fell"
         gain_ahead = max(config.gain_sigmas * fast, least)
-        is_slow = (
-            trend.num >= config.never_values and _AHEAD * trend.upper_slope(drift) <= gain_ahead
-        )
-        return "flat" if is_slow and not trend.is_cut_off else "unknown"
+        # A reward that is rarely lower has no noise upward: its first level is also its highest.
+        never_rose = self._start is not None and trend.highest <= self._start
+        is_slow = never_rose or _AHEAD * trend.upper_slope(drift) <= gain_ahead
+        is_flat = trend.num >= config.never_values and is_slow and not trend.is_cut_off
+        return "flat" if is_flat else "unknown"
 
     def describe(self) -> str:
         """Describe the course of the reward for a finding: now, at first or at its best."""
         level, best = self.level or 0.0, self.best or 0.0
-        if self.outcome == "flat":
+        if self.outcome != "fell":
             return f"the reward is {level:.3g}, and its first values were {self.first:.3g}"
         return f"the reward is {level:.3g}, and was {best:.3g} at its best"
 
@@ -343,10 +350,12 @@ class Trend(Stateful):
         """Return whether the highest reward seems to be the highest possible one.
 
         The values are equal and above 0, or their distribution has no upper tail. A failed reward
-        is usually 0 or negative.
+        is usually 0 or negative, and a reward that is never above a negative value failed.
         """
         if self.lowest == self.highest:
             return self.highest > 0.0
+        if self.highest < 0.0:
+            return False
         above, below = self.highest - self._mean, self._mean - self.lowest
         sigma = math.sqrt(max(self._square, 0.0) / max(self.num, 1))
         return above < _TAIL * sigma and below > _SKEW * above

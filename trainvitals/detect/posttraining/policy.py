@@ -237,7 +237,8 @@ class TruncationWatcher(PostTrainingWatcher):
     """Reports that nearly all completions are cut at the length limit, without success.
 
     At least 80% are cut, over 20 values, and the reward was lost, or did not rise in 100 values or
-    more. A run that learns while all completions have full length is not reported.
+    more. If completions grew until at least 98% are cut, 30 values without a gain of reward are
+    enough. A run that learns while all completions have full length is not reported.
     """
 
     name = "truncation"
@@ -265,13 +266,13 @@ class TruncationWatcher(PostTrainingWatcher):
         self._note_beyond(mean >= config.cut_share)
         if mean < config.cut_share:
             return self._end_condition()
-        outcome = self._reward.outcome
-        if outcome == "unknown":
-            return ()
+        outcome, lowest = self._reward.outcome, self._cut.lowest
+        has_grown = mean - lowest >= config.cut_rise
+        is_full = has_grown and mean >= config.full_share and self._reward.has_no_gain
+        if outcome == "unknown" and not is_full:
+            return ()  # a gain may be hidden in the noise
         if outcome == "at_best":
             return self._end_condition()
-        lowest = self._cut.lowest
-        has_grown = mean - lowest >= config.cut_rise
         causes = (
             f"completions grew (the lowest share was {lowest:.0%}): a reward that prefers length, "
             "or a policy that repeats itself"

@@ -44,6 +44,8 @@ class PostTrainingConfig(Settings, frozen=True, kw_only=True):
     """Smallest rise of this share: a task that is rarely solved at first has many dead groups."""
     cut_share: Share = 0.8
     """Mean share of completions cut at the length limit that is reported."""
+    full_share: Share = 0.98
+    """The same share for completions that grew, if noise could hide a gain of the reward."""
     cut_rise: Share = 0.3
     """Smallest rise of this share that is a change of the policy."""
     kl_times: AboveOne = 3.0
