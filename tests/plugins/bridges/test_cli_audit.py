@@ -465,6 +465,12 @@ def test_a_scalar_with_a_name_of_its_own_is_named_by_an_option(tmp_path: Path, c
     assert "reward = mean_score" in report
 
 
+def test_a_log_without_a_known_scalar_is_named_as_such(tmp_path: Path, capsys):
+    path = csv(tmp_path, "healthy")
+    assert "no post-training scalar with a known name" in audited(capsys, path, "--task", "grpo")
+    assert "post-training scalar" not in audited(capsys, path)
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [

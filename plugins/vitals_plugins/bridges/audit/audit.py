@@ -711,6 +711,11 @@ def _limits(audit: Audit) -> list[str]:
     columns, limit_texts = audit.history.columns, []
     if "loss" not in columns and not audit.task:
         limit_texts.append("It has no loss: spikes, divergence and recovery cannot be judged.")
+    if audit.task and not audit.history.scalars:
+        limit_texts.append(
+            "It has no post-training scalar with a known name, so only the loss and the gradient "
+            "norm are judged; --scalar NAME=COLUMN names one."
+        )
     if "grad_norm" not in columns:
         limit_texts.append("It has no gradient norm: the gradients cannot be judged.")
     if "lr" not in columns:
