@@ -40,6 +40,12 @@ GPU_PAIR_RATIO = 0.5
 """A pair below half of the reference is slow: a degraded link has half of its lanes or fewer."""
 CPU_PAIR_RATIO = 0.4
 """On CPUs an exchange also waits until both processes have a core."""
+LONE_RATIO = 0.1
+"""A slow network below this part of the speed of other pairs is a failure even if it is unknown
+whether the node is in another rack: links between racks are rarely shared by ten nodes."""
+NEXT_LINK_RATIO = 0.7
+"""A single slow link is below this part of the next slower one. Otherwise they form a group, of
+which only one happened to be below the bound."""
 OWN_STAGES = frozenset({"gemm", "memory"})
 """Measurements that use nothing outside of the node."""
 _UNKNOWN = "; it is unknown whether a node is the cause"
@@ -418,8 +424,11 @@ def _slow_pairs(
     yield from _unequal_links(inside, ratio)
     # A slow rank explains its slow pairs.
     between = {pair: speed for pair, speed in between.items() if not slow_ranks & set(pair)}
-    if len(between) > 1:  # one link has nothing to be compared with
-        yield from _slow_links(between, by_rank, ratio)
+    if len(between) < 2:  # one link has nothing to be compared with
+        return
+    racks = {each.node: each.rack for each in reports}
+    findings = list(_slow_links(between, by_rank, ratio, racks)) if all(racks.values()) else []
+    yield from findings or _slow_links(between, by_rank, ratio, {})
 
 
 def _unequal_links(
@@ -442,52 +451,93 @@ def _unequal_links(
 
 
 def _slow_links(
-    speeds: Mapping[tuple[int, int], float], by_rank: Mapping[int, PreflightReport], ratio: float
+    speeds: Mapping[tuple[int, int], float],
+    by_rank: Mapping[int, PreflightReport],
+    ratio: float,
+    racks: Mapping[str, str],
 ) -> Iterable[PreflightFinding]:
     """Yield the slow nodes and the slow links between nodes, or a note if the links form groups.
 
-    A node is slow if most of its links are, with at least two others; otherwise the link is. One
-    slow node of n slows 2 / n of the pairs, so the reference is the median of the fastest
-    (n - 2) / n: the quantile 1/2 + 1/n. Two nodes have one link, and the median of its pairs.
+    A node is slow if most of its links are, with at least two others; otherwise the link is. If
+    the racks are unknown (empty), a single node in another rack has the same slow links as one
+    with a faulty network card, so it is not named.
     """
     ends_of = {pair: tuple(sorted(by_rank[rank].node for rank in pair)) for pair in speeds}
     num_links = Counter(node for ends in {*ends_of.values()} for node in ends)
-    values, last = sorted(speeds.values()), len(speeds) - 1
-    quantile = 0.5 + 1 / len(num_links)
-    reference = values[last // 2 if len(num_links) == 2 else math.ceil(quantile * last)]
+    # Compare only equal links: nodes of a rack share its uplink, and the ranks of a node its card,
+    # so that a node with other numbers of ranks has other speeds.
+    num_ranks = Counter(each.node for each in by_rank.values())
+    classes: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)
+    for pair, ends in ends_of.items():
+        if len({num_ranks[node] for node in ends}) == 1:
+            places = sorted(racks.get(node, "") for node in ends)
+            classes[str(num_ranks[ends[0]]), *places].append(pair)
+    references: dict[tuple[str, ...], float] = {}
     slow_links: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)
-    for pair in sorted(pair for pair, speed in speeds.items() if speed < ratio * reference):
-        slow_links[ends_of[pair]].append(pair)
+    for pairs in classes.values():
+        reference = _link_speed(pairs, speeds, ends_of)
+        for pair in sorted(pairs):
+            references[ends_of[pair]] = reference
+            if speeds[pair] < ratio * reference:
+                slow_links[ends_of[pair]].append(pair)
     num_slow = Counter(node for ends in slow_links for node in ends)
     slow_nodes = {node for node, num in num_slow.items() if num > 1 and 2 * num > num_links[node]}
     single = {ends: pairs for ends, pairs in slow_links.items() if not slow_nodes & {*ends}}
     # Slow nodes with a fast link between them, and several slow links of a fast node: racks.
-    fast_links = {*ends_of.values()} - slow_links.keys()
+    fast_links = references.keys() - slow_links.keys()
     has_fast_link = any(slow_nodes.issuperset(ends) for ends in fast_links)
     most = max(Counter(node for ends in single for node in ends).values(), default=0)
-    if 2 * len(slow_nodes) >= len(num_links) or has_fast_link or most > 1:
+    of_fast = [speed for pair, speed in speeds.items() if ends_of[pair] in fast_links]
+    slowest = NEXT_LINK_RATIO * min(of_fast, default=0.0)
+    is_close = any(speeds[pair] > slowest for pairs in single.values() for pair in pairs)
+    if 2 * len(slow_nodes) >= len(num_links) or has_fast_link or most > 1 or is_close:
         text = (
             f"{len(slow_links)} links between nodes are slow, below "
-            f"{humanize_bytes(ratio * reference)}/s; they form groups, so no node is named"
+            f"{humanize_bytes(ratio * max(references[ends] for ends in slow_links))}/s; they form "
+            "groups, so no node is named"
         )
         hint = "nodes of one rack are often faster with each other than with another rack"
         yield _note("link_groups", (), text, hint)
         return
-    others = f"other pairs have {humanize_bytes(reference)}/s"
     for node in sorted(slow_nodes):
-        of_node = [pair for ends, pairs in slow_links.items() if node in ends for pair in pairs]
-        ranks = sorted({rank for pair in of_node for rank in pair if by_rank[rank].node == node})
+        of_node = [(ends, pair) for ends in slow_links if node in ends for pair in slow_links[ends]]
+        ranks = sorted({r for _, pair in of_node for r in pair if by_rank[r].node == node})
+        speed = median(speeds[pair] for _, pair in of_node)
+        usual = median(references[ends] for ends, _ in of_node)
         text = (
             f"{name_ranks(ranks)} on {node}: exchanges with {num_slow[node]} others have "
-            f"{humanize_bytes(median(speeds[pair] for pair in of_node))}/s; {others}"
+            f"{humanize_bytes(speed)}/s; other pairs have {humanize_bytes(usual)}/s"
         )
         hint = "check the network card of the node: link speed, errors, PCIe width"
-        yield _failure("slow_network", ranks, text, hint, nodes=(node,))
+        if racks:
+            yield _failure("slow_network", ranks, text, hint, nodes=(node,))
+            continue
+        text += "; it is unknown whether it is in another rack, or has a faulty card"
+        finding = _failure if speed < LONE_RATIO * usual else _note
+        yield finding("slow_network", ranks, text, f"{hint}; set VITALS_RACK on each node")
     for ends, pairs in single.items():
-        speed = humanize_bytes(median(speeds[pair] for pair in pairs))
-        text = f"the link between {ends[0]} and {ends[1]} has {speed}/s; {others}"
+        speed = median(speeds[pair] for pair in pairs)
+        text = (
+            f"the link between {ends[0]} and {ends[1]} has {humanize_bytes(speed)}/s; other pairs "
+            f"have {humanize_bytes(references[ends])}/s"
+        )
         hint = "check the cable and the switch port between them; both are fast with others"
         yield _failure("slow_link", sorted({rank for pair in pairs for rank in pair}), text, hint)
+
+
+def _link_speed(
+    pairs: Sequence[tuple[int, int]],
+    speeds: Mapping[tuple[int, int], float],
+    ends_of: Mapping[tuple[int, int], tuple[str, ...]],
+) -> float:
+    """Return the usual speed of equal links in a preflight.
+
+    One slow node of n slows 2 / n of the pairs, so it is the median of the fastest (n - 2) / n:
+    the quantile 1/2 + 1/n. Two nodes have one link, and the median of its pairs.
+    """
+    num_nodes = len({node for pair in pairs for node in ends_of[pair]})
+    values, last = sorted(speeds[pair] for pair in pairs), len(pairs) - 1
+    return values[last // 2 if num_nodes == 2 else math.ceil((0.5 + 1 / num_nodes) * last)]
 
 
 # ------------------------------------------------------------ disks, clocks, limits and versions

@@ -118,6 +118,7 @@ class Rank:
             node=node_name(environ, socket.gethostname())[:_MAX_NODE],
             device=name[:_MAX_TEXT],
             is_gpu=is_gpu,
+            rack=rack_name(environ)[-_MAX_TEXT:],
             versions=_versions(is_gpu),
             limits=_limits(),
             errors=errors,
@@ -493,6 +494,15 @@ def node_name(environ: Mapping[str, str], host_name: str) -> str:
         return name
     is_address = host_name.replace(".", "").isdigit()
     return (host_name if is_address else host_name.partition(".")[0]) or "node"
+
+
+def rack_name(environ: Mapping[str, str]) -> str:
+    """Return the place of this node in the network, for the preflight's report; "" if unknown.
+
+    Slurm with a network topology names the switches above the node, and then the node.
+    """
+    switches = environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
+    return environ.get("VITALS_RACK") or switches
 
 
 def has_unused_gpu(environ: Mapping[str, str], devices: Path = Path("/dev")) -> bool:

@@ -74,6 +74,8 @@ class PreflightReport(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     """Model of the GPU, or of the processor; only ranks of one device are compared."""
     is_gpu: bool = False
+    rack: str = ""
+    """Place of the node in the network; empty if unknown."""
     check_id: str = ""
     """Id of this preflight, the same on all ranks; empty before they have joined."""
     stage: int = 0
@@ -100,7 +102,7 @@ class PreflightReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report_lines(report: PreflightReport, *, has_facts: bool) -> bytes:
-    """Return a preflight report as it is printed: versions and limits have a separate line.
+    """Return a preflight report as it is printed: facts of the node have a separate line.
 
     Slurm cuts output after 1,024 bytes, and mixes the parts of several ranks.
     """
@@ -110,20 +112,24 @@ def report_lines(report: PreflightReport, *, has_facts: bool) -> bytes:
         node=report.node,
         device=report.device,
         is_gpu=report.is_gpu,
+        rack=report.rack,
         versions=report.versions,
         limits=report.limits,
     )
-    results = msgspec.structs.replace(report, versions={}, limits={})
+    results = msgspec.structs.replace(report, rack="", versions={}, limits={})
     lines = (facts, results) if has_facts else (results,)
     return b"".join(MARK + msgspec.json.encode(line) + b"\n" for line in lines)
 
 
 def merge_reports(earlier: PreflightReport, report: PreflightReport) -> PreflightReport:
-    """Return the later of two reports of a rank, with the versions and limits of either."""
+    """Return the later of two reports of a rank, with the facts of either."""
     is_later = earlier.stage < DONE and report.stage >= earlier.stage
     later, other = (report, earlier) if is_later else (earlier, report)
     return msgspec.structs.replace(
-        later, versions=later.versions or other.versions, limits=later.limits or other.limits
+        later,
+        rack=later.rack or other.rack,
+        versions=later.versions or other.versions,
+        limits=later.limits or other.limits,
     )
 
 

@@ -1,6 +1,7 @@
 """Reports of healthy ranks, to which a test adds one fault."""
 
 import random
+from collections import Counter
 
 import msgspec
 
@@ -82,3 +83,51 @@ def slow_pairs(reports, is_slow, factor: float = 0.2):
         )
         for report in reports
     ]
+
+
+def racked(reports, *racks: str):
+    """Return the reports with the racks of their nodes, in order; one rack is that of all."""
+    nodes = list(dict.fromkeys(each.node for each in reports))
+    of_node = dict(zip(nodes, racks if len(racks) > 1 else racks * len(nodes), strict=True))
+    return [msgspec.structs.replace(each, rack=of_node[each.node]) for each in reports]
+
+
+def on_shared_cards(sizes, *, card: float, uplink: float = 0.0, lone: int = 0, **options):
+    """Return reports of nodes with these numbers of ranks, all of which share a network card.
+
+    Args:
+        sizes: ranks by node.
+        card: speed of a card, relative to the most that a pair of ranks exchanges.
+        uplink: of the rack of the last nodes, shared by their ranks; 0 without racks.
+        lone: nodes in that rack.
+        **options: of ``healthy``.
+    """
+    nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    reports = healthy(len(nodes), **options)
+    speeds = [{} for _ in nodes]
+    for turn in range(min(num_turns(len(nodes)), 16)):
+        partners = [(rank, pair_of(rank, len(nodes), turn)) for rank in range(len(nodes))]
+        pairs = [(a, b) for a, b in partners if b is not None and a < b]
+        shared = {pair: _shared_parts(nodes, pair, len(sizes) - lone) for pair in pairs}
+        num_users = Counter(part for parts in shared.values() for part in parts)
+        for (a, b), parts in shared.items():
+            shares = [(uplink if part == "uplink" else card) / num_users[part] for part in parts]
+            speeds[a][b] = speeds[b][a] = min([1.0, *shares])
+    return [
+        msgspec.structs.replace(
+            report,
+            node=f"n{nodes[report.rank]}",
+            pairs=tuple(
+                PairTime(peer, LINK * factor) for peer, factor in speeds[report.rank].items()
+            ),
+        )
+        for report in reports
+    ]
+
+
+def _shared_parts(nodes, pair, first_lone: int) -> list[str]:
+    a, b = (nodes[rank] for rank in pair)
+    if a == b:
+        return []
+    is_up = (a < first_lone) != (b < first_lone)
+    return [f"card {a}", f"card {b}", *(["uplink"] if is_up else [])]

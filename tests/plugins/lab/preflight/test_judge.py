@@ -5,7 +5,15 @@ import math
 import msgspec
 import pytest
 
-from tests.plugins.lab.preflight.ranks import SPEEDS, change, healthy, scale, slow_pairs
+from tests.plugins.lab.preflight.ranks import (
+    SPEEDS,
+    change,
+    healthy,
+    on_shared_cards,
+    racked,
+    scale,
+    slow_pairs,
+)
 from vitals_plugins.lab.preflight.judge import Baseline, judge
 from vitals_plugins.lab.preflight.report import (
     DONE,
@@ -184,7 +192,7 @@ class TestLinks:
     def test_a_slow_network_card_is_named_as_its_node(self, num):
         for seed in range(20):
             rank = seed % num
-            reports = healthy(num, seed=seed)
+            reports = racked(healthy(num, seed=seed), "r0")
             reports = slow_pairs(reports, lambda a, b, rank=rank: rank in (a, b))
             assert [("slow_network", (rank,), (f"n{rank}",))] == found(reports)
 
@@ -213,7 +221,8 @@ class TestLinks:
 
     def test_two_slow_cards_are_named(self):
         for seed in range(20):
-            reports = slow_pairs(healthy(8, seed=seed), lambda a, b: {a, b} & {2, 5} != set())
+            reports = racked(healthy(8, seed=seed), "r0")
+            reports = slow_pairs(reports, lambda a, b: {a, b} & {2, 5} != set())
             assert [("n2",), ("n5",)] == [each.nodes for each in judge(reports)]
 
     def test_nvlink_bridges_between_pairs_of_gpus_are_a_note(self):
@@ -256,18 +265,81 @@ class TestLinks:
         assert ["slow_link", "unequal_ranks"] == [each.kind for each in judge(reports)]
 
     def test_a_slow_rank_does_not_hide_the_slow_card_of_another_node(self):
-        reports = scale(healthy(8), 6, 0.3, "gemm_flops_per_second")
+        reports = scale(racked(healthy(8), "r0"), 6, 0.3, "gemm_flops_per_second")
         reports = slow_pairs(reports, lambda a, b: 2 in (a, b))
         assert [("n6",), ("n2",)] == [each.nodes for each in judge(reports)]
 
     def test_a_card_of_one_rank_of_a_node_names_rank_and_node(self):
-        reports = healthy(8, per_node=2)
+        reports = racked(healthy(8, per_node=2), "r0")
         reports = slow_pairs(reports, lambda a, b: 3 in (a, b) and a // 2 != b // 2)
         assert [("slow_network", (3,), ("n1",))] == found(reports)
+
+    @pytest.mark.parametrize("num", [3, 4, 8])
+    @pytest.mark.parametrize("is_gpu", [False, True])
+    def test_a_node_with_slow_links_may_stand_in_another_rack(self, num, is_gpu):
+        for seed in range(5):
+            reports = healthy(num, seed=seed, gpu=is_gpu, noise=0.02)
+            reports = slow_pairs(reports, lambda a, b: 1 in (a, b), 0.3)
+            (finding,) = judge(reports)
+            assert ("slow_network", "note", (1,), ()) == _summary(finding)
+            assert "unknown whether it is in another rack" in finding.text
+            assert "VITALS_RACK" in finding.hint
+            # No rack explains less than a tenth, but a node is not excluded without evidence.
+            reports = slow_pairs(reports, lambda a, b: 1 in (a, b), 0.3)
+            assert ("slow_network", "fail", (1,), ()) == _summary(judge(reports)[0])
+
+    @pytest.mark.parametrize("racks", ["001", "0001", "00011", "000111", "0001112"])
+    def test_slower_links_between_known_racks_name_no_node(self, racks):
+        for seed in range(5):
+            reports = racked(healthy(len(racks), seed=seed), *racks)
+            reports = slow_pairs(reports, lambda a, b: racks[a] != racks[b], 0.3)
+            assert [] == [each for each in judge(reports) if each.severity == "fail"]
+            assert [] == [each for each in judge(reports) if each.nodes]
+
+    @pytest.mark.parametrize("racks", ["0001", "00011", "000111", "00000122"])
+    def test_a_slow_card_is_named_in_a_cluster_with_slower_links_between_racks(self, racks):
+        for seed in range(5):
+            reports = racked(healthy(len(racks), seed=seed), *racks)
+            reports = slow_pairs(reports, lambda a, b: racks[a] != racks[b], 0.45)
+            reports = slow_pairs(reports, lambda a, b: 0 in (a, b))
+            assert [("n0",)] == [each.nodes for each in judge(reports)]
+
+    def test_a_node_whose_rack_is_unknown_makes_all_unknown(self):
+        reports = slow_pairs(racked(healthy(4), "0", "0", "0", ""), lambda a, b: 3 in (a, b))
+        assert [()] == [each.nodes for each in judge(reports)]
+
+    @pytest.mark.parametrize("sizes", [(8, 8, 8), (8, 8, 8, 4), (4, 4, 1), (2, 2, 1), (8, 8, 1),
+                                       (2, 2, 2, 2), (4, 8), (1, 1, 8)])  # fmt: skip
+    @pytest.mark.parametrize("card", [1.0, 2.0, 8.0])
+    def test_ranks_that_share_a_network_card_are_no_slow_network(self, sizes, card):
+        for is_gpu in (False, True):
+            reports = on_shared_cards(sizes, card=card, noise=0.02, gpu=is_gpu)
+            assert [] == found(reports)
+            assert [] == found(racked(reports, "r0"))
+
+    @pytest.mark.parametrize("lone", [1, 2, 3])
+    @pytest.mark.parametrize("sizes", [(4,) * 8, (1,) * 20, (8, 8, 8, 8)])
+    def test_a_busy_uplink_of_a_rack_names_no_node(self, sizes, lone):
+        for uplink in (4.0, 2.0, 1.0, 0.5):
+            reports = on_shared_cards(sizes, card=8.0, uplink=uplink, lone=lone, noise=0.02)
+            assert [] == [each for each in judge(reports) if each.nodes]
+            racks = ["0"] * (len(sizes) - lone) + ["1"] * lone
+            assert [] == [each for each in judge(racked(reports, *racks)) if each.nodes]
+
+    def test_a_pair_just_below_the_bound_is_no_single_slow_link(self):
+        speeds = {(0, 2): 0.39, (0, 3): 0.42, (1, 2): 0.43, (1, 3): 0.41}
+        reports = healthy(4, noise=0.0)
+        for pair, factor in speeds.items():
+            reports = slow_pairs(reports, lambda a, b, p=pair: {a, b} == {*p}, factor)
+        assert [("link_groups", "note", (), ())] == [_summary(each) for each in judge(reports)]
 
     def test_a_pair_that_was_not_measured_by_both_ends_is_no_fault(self):
         reports = change(healthy(5), 2, pairs=())
         assert [] == found(reports)
+
+
+def _summary(finding):
+    return finding.kind, finding.severity, finding.ranks, finding.nodes
 
 
 class TestClocks:

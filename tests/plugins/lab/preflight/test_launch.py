@@ -127,6 +127,7 @@ def test_lines_of_the_largest_job_are_shorter_than_the_parts_of_slurm():
             rank=99_999,
             world_size=100_000,
             node="x" * 63,
+            rack="s" * 80,
             device="NVIDIA H100 80GB HBM3",
             versions=dict.fromkeys(
                 ("vitals", "python", "torch", "kernel", "cuda", "nccl", "driver"), "9" * 30

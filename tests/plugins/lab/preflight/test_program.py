@@ -2,7 +2,12 @@
 
 import pytest
 
-from vitals_plugins.lab.preflight.program import bytes_to_write, has_unused_gpu, node_name
+from vitals_plugins.lab.preflight.program import (
+    bytes_to_write,
+    has_unused_gpu,
+    node_name,
+    rack_name,
+)
 
 MIB = 1 << 20
 
@@ -37,6 +42,19 @@ def test_a_write_leaves_most_of_the_free_space(free, num_ranks, is_memory, expec
 )
 def test_a_node_has_the_name_of_its_scheduler(environ, host_name, expected):
     assert expected == node_name(environ, host_name)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, ""),
+        ({"SLURM_TOPOLOGY_ADDR": "n7"}, ""),  # Slurm without a topology
+        ({"SLURM_TOPOLOGY_ADDR": "s0.s4.n7"}, "s0.s4"),
+        ({"SLURM_TOPOLOGY_ADDR": "s0.s4.n7", "VITALS_RACK": "r2"}, "r2"),
+    ],
+)
+def test_a_rack_is_the_switches_above_the_node(environ, expected):
+    assert expected == rack_name(environ)
 
 
 def test_a_gpu_that_cuda_does_not_find_is_detected_by_its_file(tmp_path):
