@@ -26,7 +26,7 @@ BASE ?= main
 NUM_WORKERS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test collected pytest test-again test-fast test-changed test-nightly test-slow chaos soak fuzz mutants test-oldest test-integrations test-deploy deploy-tools lint bench bench-hang bench-corruption bench-judgement bench-forecast bench-posttraining gpu-check gpu-wheels docs site screenshot lock sbom licences release clean
+.PHONY: help setup demo test collected pytest test-again test-fast test-changed test-nightly test-slow chaos soak fuzz mutants test-oldest test-integrations test-deploy deploy-tools lint bench bench-hang bench-corruption bench-judgement bench-forecast bench-posttraining bench-drill gpu-check gpu-wheels docs site screenshot lock sbom licences release clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -120,6 +120,9 @@ bench-forecast: $(STAMP) ## where time went, ends, final losses, plans: held aga
 
 bench-posttraining: $(STAMP) ## small GRPO, PPO, DPO and SFT trainings, healthy and with faults: which are reported, how soon (10 minutes)
 	$(BIN)/python -m vitals_bench posttraining --page docs/figures.md $(ARGS)
+
+bench-drill: $(STAMP) ## real preflights of nodes with a fault, and of healthy ones: which are named (an hour; as root)
+	$(BIN)/python -m vitals_bench preflight --page docs/figures.md $(ARGS)
 
 gpu-check: $(STAMP) ## the guard, the snapshots and the agent on each GPU, and their cost, in at most 560 s; without a GPU those parts are skipped (ARGS="--resume")
 	OMP_NUM_THREADS=1 $(BIN)/python -m vitals_bench gpu --out build/gpu-check $(ARGS)

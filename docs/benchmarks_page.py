@@ -229,6 +229,7 @@ A goal that is missed is no error of the benchmark. {missed} of {total} goals ar
 | corruption and `vitals repro` | `make bench-corruption` |
 | forecast | `make bench-forecast` |
 | post-training | `make bench-posttraining` |
+| preflight | `make bench-drill` |
 | a GPU | `make gpu-check` ([run on CUDA](RUN_ON_CUDA.md)) |
 
 The commands write `figures.md`; `make docs` then writes this page. Other loggers are compared only

@@ -25,7 +25,7 @@ Options = Mapping[str, Mapping[str, object]]
 """What the parts of a benchmark are called with besides ``quick``."""
 APART = (
     *("hang", "straggler", "corruption", "repro", "judgement", "sizes", "attribution"),
-    *("forecast", "explanation", "posttraining", "gpu", "assistants"),
+    *("forecast", "explanation", "posttraining", "preflight", "gpu", "assistants"),
 )
 """Benches that run only by their own name; their parts of the page stay when it is written."""
 
@@ -127,6 +127,7 @@ def build_app() -> typer.Typer:
     app.command("posttraining", epilog=f"Example: {PROGRAM} posttraining --quick")(
         bench_posttraining
     )
+    app.command("preflight", epilog=f"Example: {PROGRAM} preflight --quick")(bench_preflight)
     app.command("forecast", epilog=f"Example: {PROGRAM} forecast --quick")(bench_forecast)
     app.command("gpu", epilog=f"Example: {PROGRAM} gpu check --resume")(bench_gpu)
     return app
@@ -401,6 +402,33 @@ def bench_posttraining(
     )  # fmt: skip
 
 
+def bench_preflight(
+    quick: Quick = False,
+    output: Output = Format.TABLE,
+    page: Part = None,
+    faults: Annotated[
+        str, typer.Option(help="Only these, comma-separated, such as slow disk,clean.")
+    ] = "",
+    clean: Annotated[int, typer.Option(help="Preflights without a fault.", min=0)] = 50,
+    budget: Annotated[float, typer.Option(help="Seconds for each preflight.", min=20.0)] = 60.0,
+    results: Results = None,
+) -> None:
+    """Check three nodes of two ranks with and without a fault, and count which are named.
+
+    Needs root: the nodes are network name spaces, and control groups limit ranks and disks.
+    """
+    from vitals_bench.preflight.measure import KINDS
+    from vitals_bench.preflight.measure import Options as Checked
+
+    if unknown := sorted({*_words(faults)} - KINDS.keys()):
+        raise UsageError(f"there is no fault {', '.join(unknown)}", hint=", ".join(KINDS))
+    checked = Checked(results=results, faults=_words(faults), clean=clean, budget=budget)
+    _run(
+        ("preflight",), quick=quick, output=output, page=page,
+        options={"preflight": {"options": checked}},
+    )  # fmt: skip
+
+
 def bench_forecast(
     quick: Quick = False, output: Output = Format.TABLE, page: Part = None, traces: Traces = None
 ) -> None:
@@ -497,6 +525,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         numbers,
         parts,
         posttraining,
+        preflight,
         query,
         sizes,
         straggler,
@@ -524,6 +553,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         "forecast": forecast.PARTS,
         "explanation": explanation.PARTS,
         "posttraining": posttraining.PARTS,
+        "preflight": preflight.PARTS,
     }
 
 

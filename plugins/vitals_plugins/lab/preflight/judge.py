@@ -324,7 +324,7 @@ def _as_speed(spec: FigureSpec, value: float | None) -> float | None:
     """Return a preflight's figure so that more is better; None if it is missing or invalid."""
     if value is None or not math.isfinite(value) or value <= 0:
         return None
-    return 1 / value if spec.is_time else value
+    return 1 / max(value, spec.least) if spec.is_time else value
 
 
 def _ratio(spec: FigureSpec, report: PreflightReport) -> float:
@@ -398,7 +398,8 @@ def _slow_text(spec: FigureSpec, speed: float, reference: float, of_whom: str) -
 def _figure(spec: FigureSpec, speed: float) -> str:
     """Return a speed that a preflight measured as text with its unit."""
     if spec.is_time:
-        return humanize_seconds(1 / speed)
+        is_least = 1 / speed <= spec.least
+        return f"{'at most ' if is_least else ''}{humanize_seconds(1 / speed)}"
     return f"{speed:.3g} FLOP/s" if spec.unit == "FLOP/s" else f"{humanize_bytes(speed)}/s"
 
 

@@ -53,9 +53,9 @@ MAX_TURNS = 16
 """Turns of the tournament: with more than 17 ranks, each meets 16 others."""
 NUM_WINDOWS = 5
 NUM_PINGS = 8
-NUM_PASSES = 2
-"""Tournaments; the faster exchange counts, because a disturbance rarely lasts that long."""
-NUM_EXCHANGES = 8
+NUM_EXCHANGES = (2, 8)
+"""Exchanges of a pair in each tournament; the fastest counts, because a disturbance rarely lasts
+that long. The first is short: with a slow link, all pairs must be measured to compare them."""
 NUM_SYNCS = 8
 MAX_SUMS = 50
 LATE_SECONDS = 3.0
@@ -427,18 +427,19 @@ class Rank:
         received = torch.empty_like(tensor)
         best: dict[int, float] = {}
         until = time.monotonic() + self._share(0.25)
-        longest = 0.0
-        for turn in NUM_PASSES * [*range(min(num_turns(self._world_size), MAX_TURNS))]:
+        longest = 0.0  # exchange
+        turns = range(min(num_turns(self._world_size), MAX_TURNS))
+        for num, turn in ((num, turn) for num in NUM_EXCHANGES for turn in turns):
             # Also a barrier: all pairs share the links of a node at the same time, as in training.
             left, slowest = self._least(until - time.monotonic(), -longest)
-            if left < -slowest:  # the turn would end too late
+            if left < -slowest * num:  # the turn would end too late
                 break
             peer = pair_of(self._rank, self._world_size, turn)
             if peer is None:
                 continue
             start = time.monotonic()
-            seconds = min(self._exchange(tensor, received, peer) for _ in range(NUM_EXCHANGES))
-            longest = max(longest, time.monotonic() - start)
+            seconds = min(self._exchange(tensor, received, peer) for _ in range(num))
+            longest = max(longest, (time.monotonic() - start) / num)
             best[peer] = max(best.get(peer, 0.0), round_figure(tensor.nbytes / seconds))
             pairs = tuple(PairTime(each, rate) for each, rate in best.items())
             self.report = msgspec.structs.replace(self.report, pairs=pairs)

@@ -56,12 +56,20 @@ def test_a_gpu_at_three_quarters_of_its_clock_is_named_but_not_a_busy_core():
 def test_a_slow_disk_is_named_by_its_writes_and_its_sync():
     for seed in range(20):
         reports = scale(healthy(4, seed=seed), 2, 0.1, "disk_bytes_per_second")
-        reports = scale(reports, 2, 20, "fsync_seconds")
+        reports = scale(reports, 2, 40, "fsync_seconds")
         (finding,) = judge(reports)
         assert ("slow_rank", ("n2",)) == (finding.kind, finding.nodes)
         assert "checkpoint write" in finding.text
         assert "fsync" in finding.text
         assert "matrix product" not in finding.text
+
+
+def test_a_sync_of_some_milliseconds_is_no_fault():
+    reports = scale(healthy(4), 2, 0.01, "fsync_seconds")
+    assert [] == found(scale(reports, 3, 15.0, "fsync_seconds"))
+    (finding,) = judge(scale(reports, 3, 80.0, "fsync_seconds"))
+    assert ("slow_rank", ("n3",)) == (finding.kind, finding.nodes)
+    assert "the other ranks (at most 20 ms)" in finding.text
 
 
 def test_a_disk_without_space_is_a_note():
