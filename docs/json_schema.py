@@ -20,6 +20,7 @@ from trainvitals.views import (
     CommandView,
     DecisionView,
     EventView,
+    FailingNode,
     ForecastView,
     GoodputView,
     IncidentView,
@@ -39,7 +40,6 @@ from vitals_plugins.bridges.audit.audit import AuditDocument
 from vitals_plugins.lab.drill.cli import DrillResult
 from vitals_plugins.lab.plan.training_plan import PlanInput, TrainingPlan
 from vitals_plugins.lab.preflight.cli import PreflightResult
-from vitals_plugins.lab.preflight.history import FailingNode
 from vitals_plugins.lab.repro.verdict import ReplayVerdict
 
 VERSION = 1

@@ -88,6 +88,21 @@ class ConfigsQuestion(
     """The configuration of every run, by its id, for search and groups."""
 
 
+class FailingNode(msgspec.Struct, frozen=True, kw_only=True):
+    """Node with faults in several of its latest preflights."""
+
+    node: str
+    num_failed: int
+    num_checks: int
+    kinds: tuple[str, ...]
+    last_unix_ns: int
+
+
+@route("GET", "/v1/failing_nodes")
+class FailingNodesQuestion(Question[tuple[FailingNode, ...]], frozen=True, kw_only=True):
+    """Nodes that failed preflights repeatedly, in the folders that the collector reads."""
+
+
 class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
     """One branch of the lineage; ``ordinal`` counts from 1 for people."""
 

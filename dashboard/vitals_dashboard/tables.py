@@ -17,6 +17,7 @@ from trainvitals.views import (
     CommandView,
     DecisionView,
     EventView,
+    FailingNode,
     FindingView,
     GoodputView,
     IncidentView,
@@ -208,6 +209,19 @@ def waiting_rows(runs: Sequence[tuple[RunSummary, GoodputView]]) -> list[Row]:
         }
         costs.append(((late + hung) * run.world_size, row))
     return [row for _, row in sorted(costs, key=lambda cost: -cost[0])]
+
+
+def failing_node_rows(nodes: Iterable[FailingNode]) -> list[Row]:
+    """Return the fleet page's table of nodes that failed preflights, the latest failure first."""
+    return [
+        {
+            "Node": formatting.plain(each.node),
+            "Failed": f"{each.num_failed} of {each.num_checks}",
+            "Last": to_datetime(each.last_unix_ns),
+            "Faults": formatting.plain(", ".join(each.kinds)),
+        }
+        for each in sorted(nodes, key=lambda node: -node.last_unix_ns)
+    ]
 
 
 def alert_rows(alerts: Sequence[AlertView], names: dict[str, str]) -> list[Row]:

@@ -138,6 +138,7 @@ def test_every_route_has_a_schema_of_what_it_answers(served: Served):
         "/v1/runs/{run_id}/goodput",
         "/v1/runs/{run_id}/forecast",
         "/v1/configs",
+        "/v1/failing_nodes",
         "/v1/runs/{run_id}/incidents",
         "/v1/runs/{run_id}/annotations",
         "/v1/tables",

@@ -28,6 +28,8 @@ from trainvitals.views import (
     DifferenceQuestion,
     DifferenceReply,
     EventsQuestion,
+    FailingNode,
+    FailingNodesQuestion,
     IncidentLine,
     ManySeriesQuestion,
     Problem,
@@ -55,6 +57,7 @@ class Stub:
     runs: list[RunSummary] = field(default_factory=list)
     samples: dict[str, SampleRun] = field(default_factory=dict)
     alerts: list[AlertView] = field(default_factory=list)
+    failing_nodes: list[FailingNode] = field(default_factory=list)
     acks: list[tuple[str, AckRequest]] = field(default_factory=list)
     commands: list[tuple[str, Command]] = field(default_factory=list)
     questions: list[TableQuestion] = field(default_factory=list)
@@ -88,6 +91,8 @@ class Stub:
                 return self.alerts
             case ConfigsQuestion():
                 return self.configs
+            case FailingNodesQuestion():
+                return self.failing_nodes
             case TableQuestion():
                 self.questions.append(question)
                 return self.table

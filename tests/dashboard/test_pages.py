@@ -13,7 +13,7 @@ from tests.dashboard import samples
 from tests.dashboard.conftest import texts, write_tokens
 from tests.dashboard.look_back import with_look_back
 from tests.dashboard.stub import Stub, StubServer
-from trainvitals.views import TableReply
+from trainvitals.views import FailingNode, TableReply
 from vitals_dashboard import layout
 from vitals_dashboard import page as served
 from vitals_dashboard.layout import RUN_PAGES
@@ -137,6 +137,24 @@ def test_the_fleet_shows_what_stragglers_and_hangs_cost_once_it_is_asked(
     shown(app)
     (row,) = app.dataframe[2].value.to_dict("records")
     assert ("slow", "1 min 0 s", "10.0 %") == (row["Run"], row["Stragglers"], row["Share"])
+
+
+def test_the_fleet_shows_nodes_that_failed_preflights_once_it_is_asked(
+    stub: Stub, open_page: Open
+) -> None:
+    stub.add(samples.sample_run())
+    for number, kind in enumerate(("slow_rank", "clock_skew")):
+        stub.failing_nodes.append(
+            FailingNode(
+                node=f"n{number}", num_failed=2, num_checks=5, kinds=(kind,), last_unix_ns=number
+            )
+        )
+    assert 2 == len(open_page().dataframe)
+    app = open_page(open_nodes="true")
+    shown(app)
+    first, second = app.dataframe[2].value.to_dict("records")
+    assert ("n1", "2 of 5", "clock_skew") == (first["Node"], first["Failed"], first["Faults"])
+    assert "n0" == second["Node"]
 
 
 def test_no_alerts_says_that_nothing_fires(stub: Stub, open_page: Open) -> None:

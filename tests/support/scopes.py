@@ -9,6 +9,7 @@ SCOPES: dict[tuple[str, str], set[str]] = {
     ("POST", "/v1/metrics"): {"ingest"},
     ("GET", "/v1/runs"): {"read", "control"},
     ("GET", "/v1/configs"): {"read", "control"},
+    ("GET", "/v1/failing_nodes"): {"read", "control"},
     ("GET", "/v1/runs/{run_id}"): {"read", "control"},
     ("GET", "/v1/runs/{run_id}/series"): {"read", "control"},
     ("POST", "/v1/runs/{run_id}/series"): {"read", "control"},

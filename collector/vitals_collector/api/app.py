@@ -255,6 +255,7 @@ def _build_query(store: Store, settings: CollectorSettings, clock: Clock) -> Que
         up_since_unix_ns=clock.time_ns(),
         volumes=settings.volumes,
         gpu_hour_price=settings.gpu_hour_price,
+        folders=settings.folders,
     )
 
 

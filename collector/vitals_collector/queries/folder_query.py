@@ -30,7 +30,8 @@ class FolderQuery(Query):
     def __init__(
         self, store: Store, *, clock: Clock, gpu_hour_price: float = 0.0, folder: Path | None = None
     ) -> None:
-        super().__init__(store, clock=clock, gpu_hour_price=gpu_hour_price)
+        folders = () if folder is None else (folder,)
+        super().__init__(store, clock=clock, gpu_hour_price=gpu_hour_price, folders=folders)
         self._folder = folder
         self._engine: AlertEngine | None = None
         self._monitor: LiveMonitor | None = None

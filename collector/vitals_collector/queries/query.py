@@ -19,6 +19,7 @@ from sqlalchemy import bindparam, select
 from trainvitals import views
 from trainvitals.clock import Clock
 from trainvitals.errors import UsageError
+from trainvitals.plugins import load_plugin
 from trainvitals.question import Question
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.live import overview
@@ -83,6 +84,7 @@ class Query:
     A run without a row for ``lost_after_seconds`` is lost, but silence before ``up_since_unix_ns``
     does not count: no row could arrive. ``volumes`` are the limits of the data kept per run, for
     display. A ``gpu_hour_price`` of 0 is not set. ``goodput`` is a shared cache of the sums.
+    ``folders`` are the directories of runs that are read, with the histories of nodes.
     """
 
     newest_alerts_by: "NewestBy" = "updated_unix_ns"
@@ -99,11 +101,13 @@ class Query:
         volumes: VolumeSettings | None = None,
         gpu_hour_price: float = 0.0,
         goodput: GoodputCache | None = None,
+        folders: tuple[Path, ...] = (),
     ) -> None:
         self.store = store
         self.clock, self._steady = clock, SteadyClock(clock)
         self.volumes = volumes or VolumeSettings()
         self.gpu_hour_price = gpu_hour_price
+        self.folders = folders
         self.goodput = goodput or GoodputCache(price=gpu_hour_price)
         self._lost_after_seconds = lost_after_seconds
         self._up_since_unix_ns = up_since_unix_ns
@@ -171,6 +175,7 @@ def within(query: Query, reach: frozenset[str] | None) -> Query:
 _OF_ALL_RUNS = (
     views.RunsQuestion,
     views.ConfigsQuestion,
+    views.FailingNodesQuestion,
     views.AlertsQuestion,
     views.SilencesQuestion,
     views.TableQuestion,
@@ -196,6 +201,19 @@ def _configs(query: Query, _: views.ConfigsQuestion) -> dict[str, Config]:
         for row in rows
         if query.reach is None or row.run_id in query.reach
     }
+
+
+@answer_to(views.FailingNodesQuestion)
+def _failing_nodes(query: Query, _: views.FailingNodesQuestion) -> tuple[views.FailingNode, ...]:
+    """Respond to the query for nodes that failed preflights; a token for some runs gets none."""
+    if query.reach is not None or not query.folders:
+        return ()
+    try:
+        failing_nodes_in = load_plugin("preflight")
+    except UsageError:  # this installation has no preflight
+        return ()
+    failing: tuple[views.FailingNode, ...] = failing_nodes_in(query.folders)
+    return failing
 
 
 @answer_to(views.RunQuestion)

@@ -8,7 +8,7 @@ from itertools import groupby
 import streamlit as st
 
 from trainvitals.errors import UsageError
-from trainvitals.views import RunsQuestion, RunSummary
+from trainvitals.views import FailingNodesQuestion, RunsQuestion, RunSummary
 from vitals_dashboard import formatting, layout, placeholders, search, tables, verdicts
 from vitals_dashboard.charts.sparkline import sparkline
 from vitals_dashboard.source import DataSource, configs_of, goodput_of, loss_curve, verdict_of
@@ -85,6 +85,7 @@ def _draw_body(source: DataSource, choice: RunFilter) -> None:
     )
     groups = search.grouped(runs, by, configs) if by else [("", runs)]
     _draw_run_list(source, choice, groups, num_runs=len(runs), num_all=len(everything))
+    _draw_failing_nodes(source)
 
 
 def _draw_run_list(
@@ -137,6 +138,18 @@ def _draw_waiting(source: DataSource, runs: Iterable[RunSummary]) -> None:
             empty = "No run above has waited for a straggler, or has hung."
             layout.draw_table(tables.waiting_rows(views), empty, key="waiting")
             st.caption("Time in which the other ranks waited, and the same on every rank's GPU.")
+
+
+def _draw_failing_nodes(source: DataSource) -> None:
+    """Draw on the fleet page the nodes that failed preflights; queried when it is opened."""
+    with st.expander(
+        "Nodes that failed preflights", key="open_nodes", on_change="rerun", bind="query-params"
+    ) as part:
+        if part.open:
+            rows = tables.failing_node_rows(source.client.ask(FailingNodesQuestion()))
+            empty = "No node failed repeatedly, in the folders that the collector reads."
+            layout.draw_table(rows, empty, key="failing_nodes")
+            st.caption("Do not train on them: `vitals preflight --failed-nodes --format exclude`")
 
 
 def _draw_run_table(source: DataSource, runs: Sequence[RunSummary], *, key: str) -> None:

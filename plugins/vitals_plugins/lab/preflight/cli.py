@@ -17,10 +17,10 @@ from trainvitals.cli.output import Format, format_time, write_json, write_rows
 from trainvitals.errors import UsageError
 from trainvitals.printable import printable
 from trainvitals.units import humanize_bytes, humanize_count, humanize_seconds
+from trainvitals.views import FailingNode
 from vitals_plugins.lab.burn_in.runner import running_here
 from vitals_plugins.lab.preflight.history import (
     LOCAL,
-    FailingNode,
     NodeHistory,
     baseline,
     exclude_list,

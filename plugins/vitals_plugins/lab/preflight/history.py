@@ -16,6 +16,7 @@ import msgspec
 from trainvitals.errors import UNREADABLE, UsageError, VitalsError
 from trainvitals.identity import safe_node_id
 from trainvitals.io.private import ensure_own_dir, read_own, replace_file
+from trainvitals.views import FailingNode
 from vitals_plugins.lab.preflight.judge import Baseline, PreflightFinding
 from vitals_plugins.lab.preflight.report import FIGURES, PreflightReport
 
@@ -44,16 +45,6 @@ class NodeCheck(msgspec.Struct, frozen=True, kw_only=True):
     """Median over the ranks of the node."""
     kinds: tuple[str, ...] = ()
     """Faults that were attributed to this node."""
-
-
-class FailingNode(msgspec.Struct, frozen=True, kw_only=True):
-    """Node with faults in several of its latest checks."""
-
-    node: str
-    num_failed: int
-    num_checks: int
-    kinds: tuple[str, ...]
-    last_unix_ns: int
 
 
 class NodeHistory:
@@ -219,6 +210,18 @@ def failing_nodes(checks_by_node: Mapping[str, Sequence[NodeCheck]]) -> tuple[Fa
                 )
             )
     return tuple(failing)
+
+
+def failing_nodes_in(folders: Iterable[Path]) -> tuple[FailingNode, ...]:
+    """Return the nodes that fail their latest preflights repeatedly, for the dashboard.
+
+    Called by the collector: missing directories and unreadable files have no nodes.
+    """
+    checks: dict[str, list[NodeCheck]] = {}
+    for folder in folders:
+        if folder.is_dir():
+            checks |= NodeHistory(folder).read_all()
+    return failing_nodes(checks)
 
 
 def exclude_list(nodes: Iterable[FailingNode]) -> str:

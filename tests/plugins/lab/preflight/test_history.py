@@ -5,7 +5,11 @@ import pytest
 import yaml
 
 from tests.plugins.lab.preflight.ranks import change, healthy, scale
+from tests.support.served import served_in
+from trainvitals.clock import SystemClock
 from trainvitals.errors import UsageError
+from trainvitals.views import FailingNodesQuestion
+from vitals_collector.queries.query import Query, within
 from vitals_plugins.lab.preflight.history import (
     MAX_CHECKS,
     NodeCheck,
@@ -49,6 +53,23 @@ def test_a_check_is_stored_once_and_the_oldest_are_dropped(tmp_path):
     assert [*range(2, MAX_CHECKS + 2)] == [each.time_unix_ns for each in stored]
     assert {"n1": stored} == history.read_all()
     assert [] == history.problems
+
+
+def test_a_collector_returns_the_nodes_that_fail_in_its_folders(tmp_path):
+    runs = tmp_path / "runs"
+    for node, kinds in (("n1", ["slow_rank"]), ("n2", [])):
+        for number in range(2):
+            NodeHistory(runs).add(node, check(number, *kinds, node=node))
+    with served_in(tmp_path / "data", folders=(runs,)) as served:
+        with served.client() as client:
+            (node,) = client.ask(FailingNodesQuestion())
+        assert ("n1", 2, 2) == (node.node, node.num_failed, node.num_checks)
+        assert ("slow_rank",) == node.kinds
+        # These nodes belong to no run, so a token for some runs gets none.
+        folders = (runs, tmp_path / "missing")
+        query = Query(served.store, clock=SystemClock(), folders=folders)
+        assert (node,) == query.ask(FailingNodesQuestion())
+        assert () == within(query, frozenset({"r1"})).ask(FailingNodesQuestion())
 
 
 def test_a_damaged_history_is_renamed_and_reported(tmp_path):
