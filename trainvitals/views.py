@@ -1017,6 +1017,9 @@ class RunVerdict(msgspec.Struct, frozen=True, kw_only=True):
 class VerdictQuestion(PerRunQuestion[RunVerdict], frozen=True, kw_only=True):
     """State, cause, action, cost, precedent and the next command of a run."""
 
+    judgement: bool = True
+    """Whether to judge; without it only the incidents are filled, and no rows are read."""
+
 
 class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     """What belongs together in time and cause: findings, decisions, alerts, and what was seen."""

@@ -113,6 +113,7 @@ QUESTIONS: list[Question[object]] = [
     *(MoversQuestion(run_id=RUN, step=step) for step in (200, SLOW, NAN)),
     IncidentsQuestion(run_id=RUN),
     VerdictQuestion(run_id=RUN),
+    VerdictQuestion(run_id=RUN, judgement=False),
 ]
 
 

@@ -348,6 +348,8 @@ def test_a_run_is_told_by_its_gravest_incident_with_what_gpus_cost(store: Store)
     told = asked.ask(VerdictQuestion(run_id=RUN))
     assert "1-158-nonfinite_loss" == told.verdict.incident_id
     assert ["1-161-straggler", "1-158-nonfinite_loss"] == [i.incident_id for i in told.incidents]
+    unjudged = asked.ask(VerdictQuestion(run_id=RUN, judgement=False))
+    assert (told.incidents, "") == (unjudged.incidents, unjudged.verdict.state)
     named = "Moved first: gradient norm of layer `h.1` at step 158 (500, usually 3.03;"
     assert told.verdict.cause.startswith(f"Rank 1's loss was NaN at step 160. {named}")
     assert "Skipped 1 update (step 160). Rolled back to step 120." == told.verdict.action

@@ -114,7 +114,16 @@ def incidents(of_run: "RunIncidents", incident_id: str = "") -> tuple[views.Inci
 
 def run_verdict(of_run: "RunIncidents") -> views.RunVerdict:
     """Query the verdict on a run's worst open incident, otherwise on one with actions."""
-    run = of_run.run
+    run, listed = of_run.run, list_incidents(of_run)
+    if not listed.incidents:
+        return msgspec.structs.replace(listed, verdict=of_healthy(run))
+    bundle = max(of_run.bundles, key=of_run.gravity)
+    first = precursor(of_run.moment, run.run_id, bundle.attempt, bundle.onset, bundle.cause)
+    return msgspec.structs.replace(listed, verdict=of_run.verdict(bundle, first, is_whole=True))
+
+
+def list_incidents(of_run: "RunIncidents") -> views.RunVerdict:
+    """Query the incidents of a run without a judgement: its rows need not be read."""
     lines = tuple(
         views.IncidentLine(
             incident_id=bundle.name,
@@ -129,12 +138,8 @@ def run_verdict(of_run: "RunIncidents") -> views.RunVerdict:
         )
         for bundle in of_run.bundles
     )
-    if not lines:
-        return views.RunVerdict(run_id=run.run_id, verdict=of_healthy(run), incidents=())
-    bundle = max(of_run.bundles, key=of_run.gravity)
-    first = precursor(of_run.moment, run.run_id, bundle.attempt, bundle.onset, bundle.cause)
-    judgement = of_run.verdict(bundle, first, is_whole=True)
-    return views.RunVerdict(run_id=run.run_id, verdict=judgement, incidents=lines)
+    empty = views.VerdictView(state="")
+    return views.RunVerdict(run_id=of_run.run.run_id, verdict=empty, incidents=lines)
 
 
 def read_incidents(

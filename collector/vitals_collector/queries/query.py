@@ -394,9 +394,9 @@ def _incidents(query: Query, question: views.IncidentsQuestion) -> tuple[views.I
 @answer_to(views.VerdictQuestion)
 def _verdict(query: Query, question: views.VerdictQuestion) -> views.RunVerdict:
     """Respond to the query for the verdict on a run."""
-    from vitals_collector.queries.incidents import run_verdict
+    from vitals_collector.queries.incidents import list_incidents, run_verdict
 
-    return _judge_run(query, question.run_id, run_verdict)
+    return _judge_run(query, question.run_id, run_verdict if question.judgement else list_incidents)
 
 
 def _judge_run(query: Query, run_id: str, judge: Callable[["RunIncidents"], A]) -> A:

@@ -83,7 +83,7 @@ def gather_step(
             f"no rows are stored for step {step}; the last step of {run.run_id} is {run.last_step}",
             hint="`vitals tail RUN` shows the latest steps",
         )
-    detail = reader.ask(views.RunQuestion(run_id=run.run_id))
+    detail = reader.ask(views.RunQuestion(run_id=run.run_id, volume=False))
     has_waits = any(entry.finding.kind == "waiting" for entry in view.findings)
     after = None
     if with_text and "steps.loss" in detail.metrics:
@@ -102,7 +102,7 @@ def gather_step(
         decisions=reader.ask(views.DecisionsQuestion(run_id=run.run_id)),
         findings=reader.ask(views.FindingsQuestion(run_id=run.run_id)),
         notes=reader.ask(views.EventsQuestion(run_id=run.run_id, kind="Note")),
-        incidents=reader.ask(views.VerdictQuestion(run_id=run.run_id)).incidents,
+        incidents=reader.ask(views.VerdictQuestion(run_id=run.run_id, judgement=False)).incidents,
         stacks=reader.ask(views.StacksQuestion(run_id=run.run_id)) if has_waits else (),
         after=after,
         quantities=_read_quantities(reader, detail, step) if with_text else (),

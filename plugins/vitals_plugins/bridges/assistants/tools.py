@@ -191,7 +191,7 @@ class RunTools:
         with self._open_run(run) as (reader, summary):
             run_id = summary.run_id
             if not strip_data_marks(incident):
-                lines = reader.ask(VerdictQuestion(run_id=run_id)).incidents
+                lines = reader.ask(VerdictQuestion(run_id=run_id, judgement=False)).incidents
                 return ToolResponse(
                     facts={"run_id": run_id_text(run_id), "num_incidents": len(lines)},
                     lists={"incidents": [incident_row(line) for line in lines]},
@@ -696,7 +696,7 @@ def _find_incident(reader: Reader, run_id: str, incident: str) -> IncidentView:
     name = strip_data_marks(incident)
     views = reader.ask(IncidentsQuestion(run_id=run_id, incident_id=name))
     if not views:  # an id with text from the run is listed with that text marked and cleaned
-        lines = reader.ask(VerdictQuestion(run_id=run_id)).incidents
+        lines = reader.ask(VerdictQuestion(run_id=run_id, judgement=False)).incidents
         ids = (line.incident_id for line in lines)
         listed = next(
             (each for each in ids if _mark_incident_id(each) == _mark_incident_id(name)), ""
