@@ -12,8 +12,8 @@ def test_every_tool_that_reads_runs_is_measured_and_small(tmp_path):
     filling = Filling(assistants.QUICK, assistants.COLUMNS)
     with wide.sqlite_store(tmp_path, "store") as store:
         filling.fill(store)
-        calls = assistants.tool_calls(store, filling)
         source = assistants.QuerySource(assistants.Query(store, clock=assistants.SystemClock()))
+        calls = assistants.tool_calls(source, filling)
         names = {tool.__name__ for tool in assistants.RunTools(source=source).all()}
         assert names - {"compare"} == {name.partition(" ")[0] for name in calls}
         for name, call in calls.items():
@@ -23,5 +23,8 @@ def test_every_tool_that_reads_runs_is_measured_and_small(tmp_path):
 
 def test_the_rows_have_goals_and_the_first_call_in_their_notes():
     *rows, largest = assistants.measure_size(assistants.QUICK)
-    assert all("first call" in row.note for row in rows)
+    assert {"store", "directory", "collector by HTTPS"} == {
+        row.name.split(", ")[1] for row in rows if "first call" in row.note
+    }
+    assert ["another process" in row.note for row in rows if "server" in row.name] == [True, True]
     assert 0 < largest.ours <= assistants.LIMIT_BYTES

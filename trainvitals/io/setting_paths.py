@@ -24,6 +24,12 @@ def default_data_dir(environ: Mapping[str, str]) -> Path:
     return Path(home) / "trainvitals"
 
 
+def default_cache_dir(environ: Mapping[str, str]) -> Path:
+    """Return the directory in the user's home for files that can be computed again."""
+    home = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or Path.home()) / ".cache"
+    return Path(home) / "trainvitals"
+
+
 def collector_urls(named: str) -> list[str]:
     """Split a setting's comma-separated URLs: collectors to connect to, on one database."""
     return [url for url in (part.strip() for part in named.split(",")) if url] or [named]

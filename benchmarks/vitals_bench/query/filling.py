@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,8 @@ from sqlalchemy import Table
 
 from trainvitals.catalog import ROW_COLUMNS
 from trainvitals.identity import Identity, new_run_id
+from trainvitals.io.rundir import RunDir
+from trainvitals.io.spool import Spool
 from trainvitals.records import (
     EVENT_SCHEMA,
     AttemptStarted,
@@ -123,6 +126,20 @@ class Filling:
             ingest_all(store, batches, _RECEIVED_NS)
         if is_merged:
             wide.merge(store)
+
+    def fill_folder(self, folder: Path) -> Path:
+        """Write the run as an agent without a collector does; return the directory of runs."""
+        spool = Spool(
+            RunDir.create(folder, self.run_id).agent_dir("bench") / "spool",
+            max_bytes=1 << 34,
+            keep=True,
+        )
+        spool.append(self._events(self._identity(0)))
+        for batches in self._row_batches():
+            for raw in batches:
+                spool.append(raw)
+        spool.close()
+        return folder
 
     def _row_batches(self) -> Iterator[list[bytes]]:
         for first, values in pieces(self.size, self.planted):

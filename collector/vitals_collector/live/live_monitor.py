@@ -86,12 +86,49 @@ class _DoneScalars(msgspec.Struct):
 
 class _SavedProgress(msgspec.Struct):
     done: dict[str, int] = {}
+    last: tuple[int, int, int] = (0, -1, 0)
     scalars: _DoneScalars = msgspec.field(default_factory=_DoneScalars)
 
 
 def load_watch_progress(connection: Connection, run_id: str) -> dict[str, int]:
     """Return by ``incarnation/stream`` up to which row the watchers are done with a run."""
     return _load_saved(connection, run_id, _SavedProgress).done
+
+
+class Unwatched(NamedTuple):
+    """Rows that the fleet detectors have not processed."""
+
+    num_rows: int
+    last_step: int
+    """Last step of the latest attempt that they have processed; -1: none."""
+
+
+def count_unwatched_rows(connection: Connection, run_id: str) -> Unwatched:
+    """Return how many stored rows of a run the fleet detectors lack."""
+    progress, table = _load_saved(connection, run_id, _SavedProgress), streams.c
+    query = select(table.incarnation, table.stream, table.last_seq).where(
+        table.run_id == run_id, table.stream.in_(sorted(WATCHED))
+    )
+    num_rows = sum(
+        row.last_seq - progress.done.get(f"{row.incarnation}/{row.stream}", -1)
+        for row in connection.execute(query)
+    )
+    return Unwatched(num_rows, progress.last[1])
+
+
+def is_ahead(connection: Connection, run_id: str, state: bytes) -> bool:
+    """Return whether a state of the fleet detectors has processed more rows than the stored one.
+
+    A state with rows that are not stored here belongs to other data.
+    """
+    done = msgspec.msgpack.decode(state, type=_SavedProgress).done
+    table = streams.c
+    query = select(table.incarnation, table.stream, table.last_seq).where(table.run_id == run_id)
+    stored = {f"{row.incarnation}/{row.stream}": row.last_seq for row in connection.execute(query)}
+    if any(seq > stored.get(writer, -1) for writer, seq in done.items()):
+        return False
+    here = _load_saved(connection, run_id, _SavedProgress).done
+    return sum(done.values()) + len(done) > sum(here.values()) + len(here)
 
 
 _Saved = TypeVar("_Saved", bound=msgspec.Struct)

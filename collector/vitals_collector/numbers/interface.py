@@ -137,7 +137,7 @@ def make_lineage_end_lookup(attempts: Iterable[AttemptRow]) -> Callable[[int], f
 
 def stitch(points: Points, attempts: Sequence[AttemptRow], branch: Branch) -> Points:
     """Return the branch's points by step, then attempt; of a step written twice, the latest row."""
-    if not _is_rising(points.step):
+    if not is_rising(points.step):
         order = np.lexsort((points.time_unix_ns, points.attempt, points.step))
         points = points.take(order)
         points = points.take(_last_of_each(points.step, points.attempt))
@@ -148,7 +148,7 @@ def stitch(points: Points, attempts: Sequence[AttemptRow], branch: Branch) -> Po
         return points.take(~is_kept)
     if not is_kept.all():
         points = points.take(is_kept)
-    return points if _is_rising(points.step) else points.take(_last_of_each(points.step))
+    return points if is_rising(points.step) else points.take(_last_of_each(points.step))
 
 
 def is_of_lineage(attempt: Ints, step: Ints, end_of: Callable[[int], float]) -> Mask:
@@ -178,7 +178,7 @@ def sorted_distinct(values: Ints) -> Ints:
     return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))[: len(ordered)]]
 
 
-def _is_rising(values: Ints) -> bool:
+def is_rising(values: Ints) -> bool:
     """Return whether each of the stored rows' values is above the one before it."""
     return bool(np.all(values[1:] > values[:-1]))
 
@@ -190,7 +190,7 @@ def sort_by_time(points: Points) -> Points:
     they are stored.
     """
     times = points.time_unix_ns
-    if not _is_rising(times):
+    if not is_rising(times):
         points = points.take(np.lexsort((points.value, points.attempt, times)))
     return points
 
@@ -436,7 +436,7 @@ ORDER = ("step", "rank", "time_unix_ns", "seq")
 def sort_columns(columns: Columns, names: Sequence[str]) -> Columns:
     """Return named columns of stored rows by ``ORDER``, whose columns all have to exist."""
     step = columns["step"].values
-    if np.all(step[1:] > step[:-1]):  # one writer's, mostly: a million need no sorting
+    if is_rising(step):  # one writer's, mostly: a million need no sorting
         return {name: columns[name] for name in names}
     order = np.lexsort([columns[name].values for name in reversed(ORDER)])
     return {name: columns[name].take(order) for name in names}

@@ -2,7 +2,7 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -22,11 +22,13 @@ from vitals_collector.numbers.interface import (
     CurveRequest,
     DeletedRows,
     DownsampledCurve,
+    Mask,
     RowSpan,
     SeriesKey,
     StreamKey,
     common_type,
     concat_columns,
+    is_rising,
     missing_column,
     on_branch,
     order_curve,
@@ -41,6 +43,27 @@ from vitals_collector.numbers.interface import (
 _Rows = npt.NDArray[np.void]
 _OWN = {"rank": "i8", "seq": "i8", "source": "S", "incarnation": "S"}
 """Columns of a row that identify its writer."""
+_BLOCK_ROWS = 1 << 15
+"""Rows of a writer that are rearranged into columns: a curve then reads only its own bytes."""
+
+
+class _ColumnBlock:
+    """Rows of one writer, by column; a column without measured values has no arrays."""
+
+    def __init__(
+        self, seq: npt.NDArray[Any], columns: dict[str, tuple[npt.NDArray[Any], Mask]]
+    ) -> None:
+        self.seq = seq
+        self.columns = columns
+        self.nbytes = seq.nbytes + sum(v.nbytes + ok.nbytes for v, ok in columns.values())
+
+    def __len__(self) -> int:
+        return len(self.seq)
+
+    def take(self, which: Mask) -> "_ColumnBlock":
+        """Return some of a writer's rows in memory."""
+        columns = {name: (v[which], ok[which]) for name, (v, ok) in self.columns.items()}
+        return _ColumnBlock(self.seq[which], columns)
 
 
 class _StoredRows(NamedTuple):
@@ -48,9 +71,36 @@ class _StoredRows(NamedTuple):
 
     identity: Identity
     schema: Schema
-    rows: _Rows
+    rows: _Rows | _ColumnBlock
     extents: tuple[tuple[float, float], ...]
     """Least and largest value of each column in ``_SPAN_COLUMNS``: most reads need few parts."""
+
+    @property
+    def seq(self) -> npt.NDArray[Any]:
+        """Sequence numbers of a writer's rows in memory."""
+        seq: npt.NDArray[Any] = (
+            self.rows.seq if isinstance(self.rows, _ColumnBlock) else self.rows["seq"]
+        )
+        return seq
+
+    def column(self, name: str) -> tuple[npt.NDArray[Any], Mask]:
+        """Return the values of a column of a writer's rows in memory, and which were measured."""
+        if not isinstance(self.rows, _ColumnBlock):
+            return column_of(self.schema, self.rows, name)
+        column = self.rows.columns.get(name)
+        if column is not None:
+            return column
+        kind = (
+            self.schema.dtype[f"c{self.schema.index[name]}"] if name in self.schema.index else "f8"
+        )
+        return np.zeros(len(self.rows), kind), np.zeros(len(self.rows), np.bool_)
+
+    def take(self, which: Mask) -> "_StoredRows":
+        """Return some of a writer's rows in memory."""
+        rows = self.rows
+        return self._replace(
+            rows=rows.take(which) if isinstance(rows, _ColumnBlock) else rows[which]
+        )
 
 
 _SPAN_COLUMNS = ("step", "time_unix_ns")
@@ -65,6 +115,8 @@ class MemoryNumberStore:
         self._parts: dict[tuple[str, str], list[_StoredRows]] = defaultdict(list)
         """By run and stream."""
         self._marks: dict[StreamKey, int] = {}
+        self._num_unarranged: dict[StreamKey, int] = defaultdict(int)
+        """Rows of each stream that are not in a block."""
 
     def append(self, batches: Sequence[Batch]) -> list[int]:
         """Store the new rows; they do not survive the process."""
@@ -81,7 +133,26 @@ class MemoryNumberStore:
                     part = _StoredRows(header.identity, schema, rows, extents)
                     self._parts[header.identity.run_id, header.stream].append(part)
                     self._marks[key] = header.last_seq
+                    self._num_unarranged[key] += len(rows)
+                    if self._num_unarranged[key] >= _BLOCK_ROWS:
+                        self._arrange_rows(key, schema)
         return num_new
+
+    def _arrange_rows(self, key: StreamKey, schema: Schema) -> None:
+        """Replace the latest parts of a stream in memory by one block of columns."""
+        run_id, incarnation, stream = key
+        parts = self._parts[run_id, stream]
+        chosen = [
+            part
+            for part in parts
+            if part.identity.incarnation == incarnation
+            and part.schema == schema
+            and not isinstance(part.rows, _ColumnBlock)
+        ]
+        ids = {id(part) for part in chosen}
+        block = _arrange_parts(chosen)
+        self._parts[run_id, stream] = [*(part for part in parts if id(part) not in ids), block]
+        self._num_unarranged[key] = 0
 
     def mark(self, key: StreamKey) -> int:
         """Return the sequence number of the stream's last row; -1 if it has none."""
@@ -118,8 +189,9 @@ class MemoryNumberStore:
     def kinds(self, run_id: str, stream: str) -> dict[str, str]:
         """Return the columns of the stream's rows, each with its type."""
         kinds: dict[str, list[str]] = defaultdict(list)
-        for part in self._stored_parts(run_id, stream):
-            for column in part.schema.columns:
+        schemas = {id(part.schema): part.schema for part in self._stored_parts(run_id, stream)}
+        for schema in schemas.values():  # writers share few of them
+            for column in schema.columns:
                 kinds[column.name].append(type_of(column))
         return {name: common_type(of_name) for name, of_name in kinds.items()}
 
@@ -133,18 +205,22 @@ class MemoryNumberStore:
 
     def scan(self, span: RowSpan, names: Sequence[str]) -> Columns:
         """Return columns of the rows in the span, in order."""
-        all_names = tuple(dict.fromkeys((*ORDER, *names)))
         matching_parts, kinds = self._matching_parts(span), self.kinds(span.run_id, span.stream)
-        return sort_columns(
-            {
+
+        def read(columns: Iterable[str]) -> Columns:
+            return {
                 n: concat_columns(
-                    [_part_column(n, *part[:3]) for part in matching_parts],
+                    [_part_column(n, part) for part in matching_parts],
                     kinds.get(n, _OWN.get(n, "f8")),
                 )
-                for n in all_names
-            },
-            names,
-        )
+                for n in columns
+            }
+
+        first = read(ORDER[:1])
+        if is_rising(first[ORDER[0]].values):  # one writer's rows, mostly: no other key is needed
+            columns = first | read(dict.fromkeys(name for name in names if name not in first))
+            return {name: columns[name] for name in names}
+        return sort_columns(read(dict.fromkeys((*ORDER, *names))), names)
 
     def curves(
         self, curves: Sequence[CurveRequest], attempts: Sequence[AttemptRow], branch: Branch
@@ -164,8 +240,7 @@ class MemoryNumberStore:
         last: dict[int, int] = {}
         for part in self._stored_parts(run_id, stream):
             attempt, step = (
-                column_of(part.schema, part.rows, name)[0].astype(np.int64, copy=False)
-                for name in ("attempt", "step")
+                part.column(name)[0].astype(np.int64, copy=False) for name in ("attempt", "step")
             )
             for i in sorted_distinct(attempt).tolist():
                 last[i] = max(last.get(i, -1), int(step[attempt == i].max()))
@@ -217,9 +292,21 @@ class MemoryNumberStore:
                     del self._parts[key]
 
 
-def _span_values(part: _StoredRows, name: str) -> npt.NDArray[Any]:
-    """Return the step or time of a writer's rows in memory."""
-    return column_of(part.schema, part.rows, name)[0]
+def _arrange_parts(parts: Sequence[_StoredRows]) -> _StoredRows:
+    """Return the rows in memory of one writer as one block of columns."""
+    schema = parts[0].schema
+    columns = {}
+    for column in schema.columns:
+        pairs = [part.column(column.name) for part in parts]
+        is_valid = np.concatenate([ok for _, ok in pairs])
+        if is_valid.any():
+            columns[column.name] = np.concatenate([values for values, _ in pairs]), is_valid
+    block = _ColumnBlock(np.concatenate([part.seq for part in parts]), columns)
+    extents = tuple(
+        (min(low for low, _ in of_parts), max(high for _, high in of_parts))
+        for of_parts in zip(*(part.extents for part in parts), strict=True)
+    )
+    return _StoredRows(parts[0].identity, schema, block, extents)
 
 
 def _extent(schema: Schema, rows: _Rows, name: str) -> tuple[float, float]:
@@ -239,18 +326,18 @@ def _part_in_span(span: RowSpan, part: _StoredRows) -> _StoredRows | None:
         if (first is not None and high < first) or (end is not None and low >= end):
             return None
         if first is not None and not low >= first:
-            masks.append(_span_values(part, name) >= first)
+            masks.append(part.column(name)[0] >= first)
         if end is not None and not high < end:
-            masks.append(_span_values(part, name) < end)
+            masks.append(part.column(name)[0] < end)
     if span.seqs is not None:
         first, end = span.seqs.get(part.identity.incarnation, (0, 0))
-        masks.append((part.rows["seq"] >= first) & (part.rows["seq"] < end))
+        masks.append((part.seq >= first) & (part.seq < end))
     if span.keyed is not None:
         masks.append(_has_key(span.keyed, part))
     if not masks:
         return part
     is_in = np.logical_and.reduce(masks)
-    return part._replace(rows=part.rows[is_in]) if is_in.any() else None
+    return part.take(is_in) if is_in.any() else None
 
 
 def _has_key(keyed: SeriesKey, part: _StoredRows) -> npt.NDArray[np.bool_]:
@@ -260,32 +347,30 @@ def _has_key(keyed: SeriesKey, part: _StoredRows) -> npt.NDArray[np.bool_]:
         number = keyed.number_of
     else:
         number = keyed.number_of.get(part.identity.incarnation)
-    column = _own_column(keyed.column, part.schema, part.rows)
+    column = _own_column(keyed.column, part)
     if number is None or column.values.dtype == object:
         return np.zeros(len(part.rows), np.bool_)
     has_key: npt.NDArray[np.bool_] = ~column.is_missing & (column.values == number)
     return has_key
 
 
-def _part_column(name: str, identity: Identity, schema: Schema, rows: _Rows) -> ColumnValues:
+def _part_column(name: str, part: _StoredRows) -> ColumnValues:
     """Return a column of one writer's rows in memory, also of its source, rank and number."""
+    identity, num = part.identity, len(part.rows)
     of_writer = {"source": identity.source, "incarnation": identity.incarnation}
     if name in of_writer:
-        texts = np.full(len(rows), of_writer[name], object)
-        return ColumnValues(texts, np.zeros(len(rows), np.bool_))
+        texts = np.full(num, of_writer[name], object)
+        return ColumnValues(texts, np.zeros(num, np.bool_))
     if name == "rank":
-        return ColumnValues(
-            np.full(len(rows), rank_of(identity.source)), np.zeros(len(rows), np.bool_)
-        )
+        return ColumnValues(np.full(num, rank_of(identity.source)), np.zeros(num, np.bool_))
     if name == "seq":
-        return ColumnValues(rows["seq"], np.zeros(len(rows), np.bool_))
-    return _own_column(name, schema, rows)
+        return ColumnValues(part.seq, np.zeros(num, np.bool_))
+    return _own_column(name, part)
 
 
-def _own_column(name: str, schema: Schema, rows: _Rows) -> ColumnValues:
+def _own_column(name: str, part: _StoredRows) -> ColumnValues:
     """Return a column of a writer's rows in memory; all missing if it has none."""
-    if name not in schema.index:
-        return missing_column(len(rows))
-    column: tuple[npt.NDArray[Any], npt.NDArray[np.bool_]] = column_of(schema, rows, name)
-    values, is_valid = column
+    if name not in part.schema.index:
+        return missing_column(len(part.rows))
+    values, is_valid = part.column(name)
     return ColumnValues(texts_of(values) if values.dtype.kind == "S" else values, ~is_valid)

@@ -33,22 +33,29 @@ class OpenedReader:
     """Directory that is read; None: a collector is queried."""
     unreadable: Mapping[str, str] = field(default_factory=dict)
     """Runs of the directory that cannot be read completely, with the reasons."""
+    unjudged: Mapping[str, str] = field(default_factory=dict)
+    """Runs whose findings are not complete yet, with how far they are judged."""
 
 
 @contextlib.contextmanager
 def open_reader(
-    folder: Path | None = None, *, collector: str = "", token_file: Path | None = None
+    folder: Path | None = None,
+    *,
+    collector: str = "",
+    token_file: Path | None = None,
+    waits: bool = True,
 ) -> Iterator[OpenedReader]:
     """Open the source of queries: ``folder``, otherwise ``collector``, otherwise the default.
 
     The default is the first of: the collector that the environment names, this user's collector if
-    it responds, and the directory VITALS_DIR (or ./vitals_runs).
+    it responds, and the directory VITALS_DIR (or ./vitals_runs). ``waits`` is as in
+    ``open_folder``.
 
     Raises:
         UsageError: there is nothing to read from.
     """
     if folder is not None:
-        with open_folder(folder) as opened:
+        with open_folder(folder, waits=waits) as opened:
             yield opened
         return
     address = find_collector(collector, token_file)
@@ -56,7 +63,7 @@ def open_reader(
         with open_collector_client(address) as client:
             yield OpenedReader(client, lambda: None)
         return
-    with open_folder(default_runs_directory()) as opened:
+    with open_folder(default_runs_directory(), waits=waits) as opened:
         yield opened
 
 
@@ -70,8 +77,13 @@ def find_run(reader: Reader, id_or_name: str) -> RunSummary:
 
 
 @contextlib.contextmanager
-def open_folder(folder: Path) -> Iterator[OpenedReader]:
+def open_folder(folder: Path, *, waits: bool = True) -> Iterator[OpenedReader]:
     """Open a run directory, or one with run directories, for queries without a server.
+
+    Args:
+        folder: the directory.
+        waits: whether a query for findings waits until the fleet detectors have processed a long
+            run; otherwise another process runs them, and the response has the findings so far.
 
     Raises:
         UsageError: the directory does not exist.
@@ -88,7 +100,10 @@ def open_folder(folder: Path) -> Iterator[OpenedReader]:
         spools = FolderIngest(store, [folder])
         spools.poll()
         price = price_of_environment()
-        query = FolderQuery(store, clock=SystemClock(), gpu_hour_price=price, folder=folder)
-        yield OpenedReader(query, spools.poll, folder, spools.unreadable)
+        query = FolderQuery(
+            store, clock=SystemClock(), gpu_hour_price=price, folder=folder, waits=waits
+        )
+        with contextlib.closing(query):
+            yield OpenedReader(query, spools.poll, folder, spools.unreadable, query.unjudged)
     finally:
         store.close()

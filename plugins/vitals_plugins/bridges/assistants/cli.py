@@ -24,7 +24,7 @@ from trainvitals.io.lookup import default_runs_directory, find_collector
 from trainvitals.io.rundir import check_folder
 from vitals_collector.cli.writing import write_file
 from vitals_collector.queries.open import open_folder, open_reader
-from vitals_plugins.bridges.assistants.sources import SharedSource, TokenSource
+from vitals_plugins.bridges.assistants.sources import WAIT_SECONDS, SharedSource, TokenSource
 
 SKILL_FILE = "SKILL.md"
 SKILL_FOLDER = Path(".agents/skills")
@@ -112,8 +112,10 @@ def serve_mcp(
     if folder is not None:
         check_folder(folder)
     if not http:
-        opens = partial(open_reader, folder, collector=collector, token_file=token_file)
-        with closing(SharedSource(opens)) as source:
+        opens = partial(
+            open_reader, folder, collector=collector, token_file=token_file, waits=False
+        )
+        with closing(SharedSource(opens, wait_seconds=WAIT_SECONDS)) as source:
             environ = dict(os.environ)
             environ |= {"VITALS_COLLECTOR_URL": collector} if collector else {}
             environ |= {"VITALS_TOKEN_FILE": str(token_file)} if token_file else {}
@@ -132,8 +134,8 @@ def serve_mcp(
     if address is not None:
         serve_mcp_http(build_server(RunTools(source=TokenSource(address), logs=logs)), http)
         return
-    opens = partial(open_folder, folder or default_runs_directory())
-    with closing(SharedSource(opens)) as source:
+    opens = partial(open_folder, folder or default_runs_directory(), waits=False)
+    with closing(SharedSource(opens, wait_seconds=WAIT_SECONDS)) as source:
         token = secrets.token_urlsafe(24)
         serve_mcp_http(build_server(RunTools(source=source, logs=logs)), http, token=token)
 

@@ -15,9 +15,16 @@ from mcp.types import ToolAnnotations
 
 from trainvitals import __version__
 from trainvitals.errors import VitalsError
-from vitals_plugins.bridges.assistants.answers import DATA_NOTE, mark_as_data, strip_data_marks
+from vitals_plugins.bridges.assistants.answers import (
+    DATA_NOTE,
+    Fixed,
+    ToolResponse,
+    mark_as_data,
+    strip_data_marks,
+)
 from vitals_plugins.bridges.assistants.pages import load_pages
 from vitals_plugins.bridges.assistants.proposals import ProposedAction, Proposer
+from vitals_plugins.bridges.assistants.sources import StillReadingError
 from vitals_plugins.bridges.assistants.tools import RunTools, error_text
 
 INSTRUCTIONS = f"""\
@@ -33,6 +40,11 @@ without an id is the latest one.
 
 Commands of a verdict are for the operator: show them, and do not run them yourself.
 """
+READING = ToolResponse(
+    facts={"state": Fixed("still reading the runs: nothing is known yet")},
+    next=("the same call again in 5 seconds",),
+)
+"""Response of each tool until the directory is read."""
 _READ_ONLY = ToolAnnotations(
     read_only_hint=True, destructive_hint=False, idempotent_hint=True, open_world_hint=False
 )
@@ -98,6 +110,8 @@ def _translate_errors(
     def call(**arguments: object) -> str:
         try:
             return function(**arguments)
+        except StillReadingError:
+            return READING.render()
         except VitalsError as error:
             raise error_type(error_text(error)) from error
 

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
 from typing import Protocol
 
@@ -22,34 +23,69 @@ class RunSource(Protocol):
         ...
 
 
+WAIT_SECONDS = 2.0
+"""Time that a tool waits for a directory to be read: some HTTP clients cancel after 5 seconds."""
+
+
+class StillReadingError(Exception):
+    """A directory is not read yet: the assistant has to repeat the call."""
+
+
 class SharedSource:
     """One reader for all requests, opened at the first one; a request waits for the previous one.
 
     A directory is read at the first request and not at the start: a client expects the start of
-    the server within seconds.
+    the server within seconds. It is read in a thread of its own, which continues if a request ends
+    without a result.
+
+    Args:
+        opens: opens the reader.
+        wait_seconds: time that a request waits for the reader to have the latest rows; None: no
+            limit.
     """
 
     def __init__(
-        self, opens: Callable[[], contextlib.AbstractContextManager[OpenedReader]]
+        self,
+        opens: Callable[[], contextlib.AbstractContextManager[OpenedReader]],
+        *,
+        wait_seconds: float | None = None,
     ) -> None:
         self._opens = opens
+        self._wait_seconds = wait_seconds
         self._stack = contextlib.ExitStack()
         self._opened: OpenedReader | None = None
+        self._thread = ThreadPoolExecutor(1)
+        self._reading: Future[OpenedReader] | None = None
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def open(self) -> Iterator[OpenedReader]:
-        """Provide the reader that all MCP requests share, after it has read new rows."""
+        """Provide the reader that all MCP requests share, after it has read new rows.
+
+        Raises:
+            StillReadingError: it has not read all of them in time.
+        """
         with self._lock:
-            if self._opened is None:
-                self._opened = self._stack.enter_context(self._opens())
-            else:
-                self._opened.refresh()
-            yield self._opened
+            if self._reading is None:
+                self._reading = self._thread.submit(self._read)
+            wait([self._reading], self._wait_seconds)
+            if not self._reading.done():
+                raise StillReadingError
+            reading, self._reading = self._reading, None
+            yield reading.result()
+
+    def _read(self) -> OpenedReader:
+        """Open the reader of all MCP requests, or let it read new rows."""
+        if self._opened is None:
+            self._opened = self._stack.enter_context(self._opens())
+        else:
+            self._opened.refresh()
+        return self._opened
 
     def close(self) -> None:
         """Close the reader that all requests to the MCP server share."""
         with self._lock:
+            self._thread.shutdown()
             self._stack.close()
 
 

@@ -137,9 +137,11 @@ class RunTools:
             run: id, beginning of an id, or name; empty: the latest run.
             max_kb: size of the response in KiB, 1 to 32.
         """
-        with self._open_run(run) as (reader, summary):
+        with self.source.open() as opened:
+            reader, summary = opened.reader, _find(opened, run)
             detail = reader.ask(RunQuestion(run_id=summary.run_id, volume=False))
             verdict = reader.ask(VerdictQuestion(run_id=summary.run_id))
+            unjudged = _unjudged_notes(opened, summary.run_id)
         info = detail.info
         run_id = summary.run_id
         calls = _next_call("goodput", run_id)
@@ -156,6 +158,7 @@ class RunTools:
                 "planned_steps": info.total_steps or None,
                 "num_params": info.num_params or None,
                 "git_commit": info.git_commit,
+                "findings": Fixed("incomplete, see omitted") if unjudged else None,
                 "verdict": verdict_facts(verdict.verdict),
             },
             lists={
@@ -175,6 +178,7 @@ class RunTools:
             },
             more={"incidents": f'incidents(run="{run_id}") lists all'},
             units=_UNITS,
+            omitted=unjudged,
             next=calls,
         ).render(max_kb=max_kb)
 
@@ -188,16 +192,18 @@ class RunTools:
             incident: id of one incident, from a list; empty: list all, latest first.
             max_kb: size of the response in KiB, 1 to 32.
         """
-        with self._open_run(run) as (reader, summary):
-            run_id = summary.run_id
+        with self.source.open() as opened:
+            reader, run_id = opened.reader, _find(opened, run).run_id
             if not strip_data_marks(incident):
                 lines = reader.ask(VerdictQuestion(run_id=run_id, judgement=False)).incidents
                 return ToolResponse(
                     facts={"run_id": run_id_text(run_id), "num_incidents": len(lines)},
                     lists={"incidents": [incident_row(line) for line in lines]},
+                    omitted=_unjudged_notes(opened, run_id),
                     next=(f'incidents(run="{run_id}", incident=ID)',) if lines else (),
                 ).render(max_kb=max_kb)
             view = _find_incident(reader, run_id, incident)
+            unjudged = _unjudged_notes(opened, run_id)
         return ToolResponse(
             facts={
                 "run_id": run_id_text(run_id),
@@ -236,6 +242,7 @@ class RunTools:
                 ],
             },
             units=_UNITS,
+            omitted=unjudged,
             next=(
                 f'why(run="{run_id}", step={view.onset_step})',
                 f'series(run="{run_id}", from_step={max(0, view.onset_step - 100)}, '
@@ -253,8 +260,10 @@ class RunTools:
         """
         from vitals_collector.queries.why import gather_step, step_text
 
-        with self._open_run(run) as (reader, summary):
-            facts = gather_step(reader, summary, _step(step))
+        with self.source.open() as opened:
+            summary = _find(opened, run)
+            facts = gather_step(opened.reader, summary, _step(step))
+            unjudged = _unjudged_notes(opened, summary.run_id)
         run_id = summary.run_id
         return ToolResponse(
             facts={
@@ -263,6 +272,7 @@ class RunTools:
                 "explanation": Story(step_text(facts)),
             },
             lists={"decisions": [decision_row(entry) for entry in facts.view.decisions]},
+            omitted=unjudged,
             next=(f'series(run="{run_id}", from_step={max(0, step - 50)}, to_step={step + 50})',),
         ).render(max_kb=max_kb)
 
@@ -431,11 +441,13 @@ class RunTools:
         with self.source.open() as opened:
             run_id = _find(opened, run).run_id if run else ""
             views = opened.reader.ask(AlertsQuestion(run_id=run_id, state=state))
+            unjudged = [note for each in opened.unjudged for note in _unjudged_notes(opened, each)]
         return ToolResponse(
             facts={"num_alerts": len(views)},
             lists={"alerts": [alert_row(view) for view in views]},
             more={"alerts": "give run and state, or a larger max_kb"},
             units=_UNITS,
+            omitted=[*unjudged[:2], "alerts are updated after that"] if unjudged else (),
             next=('search_docs(query="runbook ALERT_NAME")',) if views else (),
         ).render(max_kb=max_kb)
 
@@ -685,6 +697,14 @@ def run_sql(data: Path, query: str, limit: int) -> list[dict[str, Any]]:
 def _find(opened: OpenedReader, run: str) -> RunSummary:
     """Return the run that an assistant named in an MCP tool call."""
     return find_run(opened.reader, strip_data_marks(run))
+
+
+def _unjudged_notes(opened: OpenedReader, run_id: str) -> tuple[str, ...]:
+    """Return the note of an MCP tool that findings of a long run are missing; empty without one."""
+    if run_id not in opened.unjudged:
+        return ()
+    text = mark_as_data(opened.unjudged[run_id], _MAX_ERROR)  # it may quote an error
+    return (f"findings are incomplete: {text}: call again in 30 seconds",)
 
 
 def _find_incident(reader: Reader, run_id: str, incident: str) -> IncidentView:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -88,37 +89,37 @@ def write_log(folder: Path) -> None:
     (folder / "log.csv").write_text("\n".join(["step,loss", *lines]))
 
 
-def write_hostile(folder: Path) -> Path:
+def write_hostile(folder: Path, order: str = ORDER) -> Path:
     """Write a run whose every text is an instruction with a secret."""
     writer = Writer()
     decision = Decision(
-        ledger_seq=1, action="skip_step", step=40, decided_at_step=41, attempt=1, reason=ORDER,
-        rule=ORDER, cause=ORDER, evidence={ORDER: 1.0},
+        ledger_seq=1, action="skip_step", step=40, decided_at_step=41, attempt=1, reason=order,
+        rule=order, cause=order, evidence={order: 1.0},
     )  # fmt: skip
     finding = Finding(
-        kind="nonfinite", level="actionable", step=40, detector=ORDER, reason=ORDER, cause=ORDER
+        kind="nonfinite", level="actionable", step=40, detector=order, reason=order, cause=order
     )
     info = RunInfo(
-        name=ORDER, project=ORDER, user=ORDER, tags=(ORDER,), config={ORDER: ORDER},
-        git_commit=ORDER, mode=ORDER,
+        name=order, project=order, user=order, tags=(order,), config={order: order},
+        git_commit=order, mode=order,
     )  # fmt: skip
     saved = CheckpointChanged(
-        checkpoint_id=ORDER, checkpoint_step=20, state=ORDER, where="disk", detail=ORDER
+        checkpoint_id=order, checkpoint_step=20, state=order, where="disk", detail=order
     )
     leave(
         folder,
         writer.events(
             RunStarted(info=info),
-            AttemptStarted(id=1, parent=None, fork_step=0, reason=ORDER),
-            NamesDefined(stream="scalars", names={0: ORDER}),
+            AttemptStarted(id=1, parent=None, fork_step=0, reason=order),
+            NamesDefined(stream="scalars", names={0: order}),
         ),
         writer.steps(range(60), loss=1.0, rank_loss=1.0),
         writer.events(
-            Note(code="N1", text=ORDER, severity="error"),
+            Note(code="N1", text=order, severity="error"),
             FindingRaised(finding=finding),
             DecisionMade(decision=decision),
             saved,
-            RunEnded(state="failed", reason=ORDER),
+            RunEnded(state="failed", reason=order),
             step=41,
         ),
     )
@@ -161,4 +162,13 @@ def body_of(result: Any) -> dict[str, Any]:
 async def call_all(client: Client) -> dict[str, Any]:
     """Call each tool of the server with arguments that find something."""
     names = [tool.name for tool in (await client.list_tools()).tools]
-    return {name: await client.call_tool(name, CALLS[name]) for name in names}
+    return {name: await call_when_read(client, name, CALLS[name]) for name in names}
+
+
+async def call_when_read(client: Client, name: str, arguments: dict[str, Any]) -> Any:
+    """Call a tool of a server in another process, until it has read its directory."""
+    deadline = time.monotonic() + 60.0
+    result = await client.call_tool(name, arguments)
+    while "still reading the runs" in text_of(result) and time.monotonic() < deadline:
+        result = await client.call_tool(name, arguments)
+    return result

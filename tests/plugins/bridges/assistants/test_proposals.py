@@ -27,6 +27,7 @@ from tests.plugins.bridges.assistants.runs import (
     ORDER,
     SECRET,
     body_of,
+    call_when_read,
     folder_source,
     text_of,
     write_story,
@@ -382,7 +383,7 @@ def test_a_server_over_stdio_and_a_terminal_send_a_command(run_dir: RunDir):
 
     async def talk() -> Any:
         async with Client(parameters) as client:
-            return await client.call_tool("propose_command", HALT)
+            return await call_when_read(client, "propose_command", HALT)
 
     proposal_id = body_of(asyncio.run(talk()))["proposal"]
     ours, theirs = pty.openpty()

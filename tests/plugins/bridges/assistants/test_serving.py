@@ -24,6 +24,7 @@ from tests.plugins.bridges.assistants.runs import (
     CALLS,
     body_of,
     call_all,
+    call_when_read,
     folder_source,
     text_of,
     write_log,
@@ -213,7 +214,7 @@ def test_the_command_prints_url_and_token_and_serves_with_it(tmp_path):
                 httpx2.AsyncClient(headers=headers) as http,
                 Client(streamable_http_client(url[1], http_client=http)) as client,
             ):
-                return await client.call_tool("list_runs", {})
+                return await call_when_read(client, "list_runs", {})
 
         assert 2 == body_of(asyncio.run(talk()))["num_runs"]
     finally:
