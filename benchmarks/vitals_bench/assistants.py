@@ -29,6 +29,7 @@ from vitals_bench.processes import Started, free_port
 from vitals_bench.query.filling import Filling, Size
 from vitals_bench.rows import Row, at_most
 from vitals_collector.api.app import TOKENS_FILE
+from vitals_collector.live.live_monitor import LiveMonitor
 from vitals_collector.queries.open import OpenedReader, open_folder
 from vitals_collector.queries.query import Query
 from vitals_plugins.bridges.assistants.answers import DEFAULT_KB
@@ -134,15 +135,20 @@ def _children_seconds() -> float:
 
 
 def _collector_rows(folder: Path, filling: Filling, sizes: list[int]) -> Iterator[Row]:
-    """Yield the rows of a collector in another process, once it has processed the run."""
+    """Yield the rows of a collector in another process, over a run that it has processed."""
     data = folder / "store"
+    with wide.sqlite_store(folder, "store") as store:  # now: its CPU time would be counted
+        monitor = LiveMonitor(store)
+        monitor.note(filling.run_id)
+        while monitor.poll(now_ns=time.monotonic_ns(), running=()).has_more:
+            pass
     listen = f"127.0.0.1:{free_port()}"
     url = f"https://{listen}"
     command = [sys.executable, "-m", "trainvitals", "collector"]
     command += ["--data", str(data), "--listen", listen]
     with Started("collector", command, folder) as collector:
         collector.wait_for(lambda: _is_healthy(url), 180.0)
-        collector.settle(CAUGHT_UP_SECONDS)  # the fleet detectors
+        collector.settle()
         tokens = read_tokens(data / TOKENS_FILE)
         with CollectorClient(url, tokens.read, tls=tokens.tls, timeout=60.0) as client:
             source = ClientSource(client)

@@ -220,7 +220,11 @@ def test_a_layer_that_stays_at_zero_before_its_warm_up_must_do_so_for_longer(
 
 
 @pytest.mark.parametrize(
-    ("every", "text"), [(1, "0 since step 30, "), (10, "(layers are measured every 10 steps), ")]
+    ("every", "text"),
+    [
+        (1, "0 since step 30, "),
+        (10, "0 since a step from 291 to 300 (layers are measured every 10 steps), "),
+    ],
 )
 def test_a_layer_at_zero_is_reported_with_the_steps_between_its_measurements(
     every: int, text: str

@@ -234,9 +234,14 @@ class LayerGradientWatcher(LayerOutlierWatcher):
         first = int(course.level)
         every = (merged.step - first) // max(-course.streak - 1, 1)
         # Layers are usually measured at every tenth step: the cause may be between two of them.
-        measured = f" (layers are measured every {every} steps)" if every > 1 else ""
+        since = f"since step {first}"
+        if every > 1:
+            since = (
+                f"since a step from {first - every + 1} to {first} (layers are measured every "
+                f"{every} steps)"
+            )
         reason = (
-            f"the gradient of layer {layer} is exactly 0 since step {first}{measured}, usually "
+            f"the gradient of layer {layer} is exactly 0 {since}, usually "
             f"{clamped_exp(course.center):.4g}: the layer no longer learns{others}"
         )
         zero = self._report(merged.step, reason, value=0.0, onset_step=first)
