@@ -20,10 +20,11 @@ from trainvitals.printable import printable
 from trainvitals.units import humanize_count, humanize_seconds
 from vitals_plugins.lab.drill.copying import CopiedProject
 from vitals_plugins.lab.drill.facts import DrillFacts
-from vitals_plugins.lab.drill.faults import FAULT_STEP, FAULTS, DrillPlan, FaultSpec
+from vitals_plugins.lab.drill.faults import FAULT_STEP, FAULTS, VARIABLE, DrillPlan, FaultSpec
 from vitals_plugins.lab.drill.judge import MORE_RANKS, DrillRow, judge_fault
+from vitals_plugins.lab.drill.processes import guarded
 from vitals_plugins.lab.drill.receiver import local_receiver
-from vitals_plugins.lab.drill.runner import DrillRunner, adopt_orphans
+from vitals_plugins.lab.drill.runner import DrillRunner
 from vitals_plugins.lab.drill.sandbox import find_gaps, unavailable_reason
 
 MAX_NAMES = 5
@@ -174,10 +175,11 @@ def run_drill(
         for name, value in environ_of_this_process().items()
         if not name.startswith("VITALS_")
     }
-    with local_receiver() as receiver:
-        programs = {**environ, "VITALS_COLLECTOR_WEBHOOK": receiver.url}
+    with guarded(home), local_receiver() as receiver:
+        marker = {VARIABLE: f"{home}/"}
+        programs = {**environ, **marker, "VITALS_COLLECTOR_WEBHOOK": receiver.url}
         # Signals end the drill in order while the stack is open.
-        with ProgramStack(home / "programs", programs) as stack, adopt_orphans():
+        with ProgramStack(home / "programs", programs) as stack:
             stack.start_collector()
             runner = DrillRunner(
                 command,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -36,16 +35,15 @@ from vitals_plugins.lab.drill.faults import (
     FaultSpec,
     read_records,
 )
+from vitals_plugins.lab.drill.processes import end_processes
 from vitals_plugins.lab.drill.receiver import LocalReceiver
 from vitals_plugins.lab.drill.sandbox import offline_environ, sandboxed
 
 LOOK_SECONDS = 0.1
-STOP_SECONDS = 10.0
 MAX_HANG_SECONDS = 120.0
 """Time for the page of a hang, which comes after 5 s, or 5 times a usual long phase."""
 PAGE_SECONDS = 90.0
 """Time for the rows and alerts of a training after its end; it is only used if one is missing."""
-_SUBREAPER = 36
 
 
 class DrillRunner:
@@ -338,46 +336,10 @@ class _Training:
         )
 
     def stop(self) -> None:
-        """End what the drilled program has left running; a stopped rank continues first."""
-        if self._process is None:
-            return
-        end_processes([self._process.pid])
-
-
-def end_processes(pids: Sequence[int]) -> None:
-    """End processes of a drill with all their children; SIGTERM first, SIGKILL at the end."""
-    processes: dict[int, psutil.Process] = {}
-    for pid in pids:
-        with suppress(psutil.Error):
-            process = psutil.Process(pid)
-            processes |= {each.pid: each for each in (process, *process.children(recursive=True))}
-    for number in (signal.SIGTERM, signal.SIGCONT):
-        for process in processes.values():
-            with suppress(psutil.Error):
-                process.send_signal(number)
-    _, alive = psutil.wait_procs(list(processes.values()), timeout=STOP_SECONDS)
-    for process in alive:
-        with suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(alive, timeout=STOP_SECONDS)
-
-
-@contextmanager
-def adopt_orphans() -> Iterator[None]:
-    """Become the parent of processes whose parent ends, and end them with the drill.
-
-    Ranks and agents have sessions of their own: without this a killed launcher would leave them.
-    """
-    with suppress(OSError, AttributeError):  # only Linux has it
-        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-    earlier = {each.pid for each in psutil.Process().children()}
-    try:
-        yield
-    finally:
-        children = {each.pid for each in psutil.Process().children()}
-        end_processes(sorted(children - earlier))
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_SUBREAPER, 0, 0, 0, 0)
+        """End what the drilled program has left running."""
+        if self._process is not None:
+            end_processes(self._acknowledgment.parent)
+            self._process.wait()
 
 
 def _is_stopped(pid: int) -> bool:
