@@ -486,12 +486,15 @@ class Agent:
 
         The rows on a full disk are shipped first: a run has one spool at a time.
         """
+        runs = list(self.runs.values())
         if now - self._disks_checked_at < DISK_SECONDS:
-            return
-        self._disks_checked_at = now
-        with self.faults.contained("spool"):
-            self._return_state_to_disk()
-        for run in list(self.runs.values()):
+            # A disk that has become full: a fast loop fills its journal in seconds.
+            runs = [run for run in runs if run.is_disk_full and not has_room(run.state_dir.path)]
+        else:
+            self._disks_checked_at = now
+            with self.faults.contained("spool"):
+                self._return_state_to_disk()
+        for run in runs:
             with self.faults.contained(
                 "spool"
             ):  # an error in one run must not keep the others in memory

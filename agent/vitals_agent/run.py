@@ -153,6 +153,9 @@ class ServedRun:
         """The source ``node:ID``: samples of the node and its ranks, and the agent's events."""
         self._open = OpenJournals(spool.directory.parent / "journals.json")
         with facts.faults.contained("journals"):
+            # The list at the other place would miss the journals that end from now on.
+            other = state_dir.path if self.in_memory else state_dir.memory_path
+            (other / "journals.json").unlink(missing_ok=True)
             self._report_lost_journals()
 
     # ------------------------------------------------------------------------ own rows

@@ -54,7 +54,8 @@ def notes(stub: StubCollector) -> list[str]:
     batches = [decode_batch(raw) for raw in stub.batches]
     events = [each for each in batches if each.header.stream == "events"]
     rows = [row for each in events for row in decode_events(each.header.stream_schema, each.rows)]
-    return [row.event.code for row in rows if row.event.code == "spool_in_memory"]
+    codes = ("spool_in_memory", "journal_lost")
+    return [row.event.code for row in rows if row.event.code in codes]
 
 
 def num_in_memory(agent) -> float:
@@ -169,6 +170,27 @@ def test_a_disk_that_becomes_full_under_it_costs_no_row(node, small, stub, clien
     rank.step(100)
     agent.cycle(421.0)
     assert (0, list(range(101))) == (num_in_memory(agent), shipped(stub))
+
+
+def test_it_moves_to_memory_before_the_next_look_at_all_disks_and_reports_no_lost_journal(
+    node, small, stub, client
+):
+    rank = node.rank()
+    agent = node.agent(client=client, sample_seconds=1e9)
+    rank.step(0)
+    agent.cycle(0.0)
+    fill(small)
+    for number in range(1, 100):
+        rank.step(number)
+        agent.cycle(0.01 * number)
+    assert 1 == num_in_memory(agent)
+    rank.close()
+    agent.cycle(1.0)
+    agent.stop()
+    empty(small)
+    later = node.agent(client=client, sample_seconds=1e9)
+    later.cycle(30.0)
+    assert (list(range(100)), ["spool_in_memory"]) == (shipped(stub), notes(stub))
 
 
 @pytest.mark.parametrize("has_room", [False, True])
