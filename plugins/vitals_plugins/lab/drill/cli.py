@@ -25,9 +25,15 @@ from vitals_plugins.lab.drill.judge import MORE_RANKS, DrillRow, judge_fault
 from vitals_plugins.lab.drill.processes import guarded
 from vitals_plugins.lab.drill.receiver import local_receiver
 from vitals_plugins.lab.drill.runner import DrillRunner
-from vitals_plugins.lab.drill.sandbox import find_gaps, unavailable_reason
+from vitals_plugins.lab.drill.sandbox import (
+    find_gaps,
+    has_mount_namespace,
+    unavailable_reason,
+)
 
 MAX_NAMES = 5
+SMALL_DISK_BYTES = 64 << 20
+"""Bytes of the disk that is filled, in addition to those of a checkpoint."""
 OVERHEAD_TURNS = 3
 """Turns with and without Vitals if ``--max-overhead`` is given; otherwise one."""
 
@@ -169,6 +175,9 @@ def run_drill(
             f"{command[0]!r} cannot be run: command not found",
             hint="vitals drill -- torchrun --standalone --nproc-per-node 2 train.py",
         )
+    can_mount = is_protected and has_mount_namespace()
+    is_left_out = len(specs) == len(FAULTS) and not can_mount  # nobody asked for it by name
+    injected = [each for each in specs if not (is_left_out and each.name == "full_disk")]
     deadline = time.monotonic() + budget
     environ = {
         name: value
@@ -190,8 +199,10 @@ def run_drill(
                 deadline=deadline,
                 is_protected=is_protected,
             )
-            result = _train_all(runner, specs, max_overhead)
+            result = _train_all(runner, injected, max_overhead)
     notes = find_gaps() if is_protected else ("Writes outside of the copy were not denied.",)
+    if len(injected) < len(specs):
+        notes = (*notes, "full_disk was left out: the kernel allows no mount namespace.")
     return msgspec.structs.replace(result, notes=(*notes, *_copy_notes(runner.copied)))
 
 
@@ -225,6 +236,7 @@ def _train_all(
     undisturbed = runner.train(plan)
     _check_undisturbed(undisturbed)
     started = undisturbed.records[0]
+    runner.small_disk_bytes = SMALL_DISK_BYTES + 6 * started.state_bytes
     rows = []
     for spec in specs:
         if started.world_size < spec.min_ranks:
@@ -235,7 +247,11 @@ def _train_all(
             continue
         _show_progress(spec.name, runner)
         fault_plan = msgspec.structs.replace(
-            plan, fault=spec.name, end_step=FAULT_STEP + spec.num_steps
+            plan,
+            fault=spec.name,
+            end_step=FAULT_STEP + spec.num_steps,
+            num_steps=spec.num_steps,
+            is_restarted=spec.is_restarted,
         )
         rows.append(judge_fault(spec, runner.train(fault_plan, spec), undisturbed))
     num_turns = 1 if max_overhead is None else OVERHEAD_TURNS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from trainvitals.records import Decision, Finding
+from trainvitals.views import CheckpointView
 from vitals_plugins.lab.drill.faults import DrillRecord
 from vitals_plugins.lab.drill.receiver import ReceivedAlert
 
@@ -25,8 +26,16 @@ class DrillFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Alerts that the local receiver got."""
     resumed_step: int = -1
     """Step at which the restarted training continued; -1 if it was not restarted."""
+    steps: frozenset[int] = frozenset()
+    """Steps that are stored."""
     losses: dict[int, float | None] = {}
-    """Loss of each step that is stored."""
+    """Loss of each step that is stored; the latest one of a step that was trained twice."""
+    repeated_losses: dict[int, tuple[float, float]] = {}
+    """First and latest loss of each step that was trained more than once."""
+    repeated_rates: dict[int, tuple[float, float]] = {}
+    """First and latest learning rate of these steps."""
+    checkpoints: tuple[CheckpointView, ...] = ()
+    """Latest state of each checkpoint on disk."""
     num_lost_rows: int = 0
     output: tuple[str, ...] = ()
     """Last lines that the program printed."""

@@ -16,6 +16,8 @@ FAULT_STEP = 80
 at least 20 steps older than the fault."""
 CONTINUED_STEPS = 20
 """Steps after a fault, or after a restart, from which training counts as continued."""
+POISONED_STEPS = 8
+"""Steps with damaged inputs in the fault ``poisoned_window``."""
 
 
 class FaultSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +32,8 @@ class FaultSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Alerts, one of which must arrive at a receiver if Vitals does not repair the fault."""
     is_repaired: bool = False
     """Whether mode ``heal`` repairs it, without an alert from ``alerts``."""
+    is_restarted: bool = False
+    """Whether it kills a rank, so that a second start with the same run id follows."""
 
     def pages(self, mode: str) -> tuple[str, ...]:
         """Return the alerts to wait for after a drilled training in this mode."""
@@ -41,6 +45,7 @@ FAULTS: dict[str, FaultSpec] = {
     for spec in (
         FaultSpec(name="nan_gradient", help="NaN in one gradient of one rank", num_steps=30),
         FaultSpec(name="spike", help="gradients of all ranks times 1e6", num_steps=30),
+        FaultSpec(name="poisoned_window", help="8 batches with damaged inputs"),
         FaultSpec(
             name="nan_parameters",
             help="NaN in the parameters of one rank",
@@ -75,9 +80,17 @@ FAULTS: dict[str, FaultSpec] = {
             name="killed_rank",
             help="SIGKILL of one rank",
             alerts=("RankLost", "RunLost", "RunFailed"),
+            is_restarted=True,
+        ),
+        FaultSpec(
+            name="forgotten_lr",
+            help="10 times the learning rate after SIGKILL and a second start",
+            alerts=("LearningRateAnomaly",),
+            is_restarted=True,
         ),
         FaultSpec(name="killed_agent", help="SIGKILL of the node's agent", num_steps=30),
         FaultSpec(name="collector_down", help="SIGKILL of the collector, and a new start"),
+        FaultSpec(name="full_disk", help="no space in VITALS_DIR for a while", num_steps=30),
     )
 }
 """All faults, in the order in which a drill injects them."""
@@ -97,12 +110,17 @@ class DrillPlan(msgspec.Struct, frozen=True, kw_only=True):
     """File for which ranks wait: it exists once the drill has killed the collector, or got the
     alerts that the end of the run would resolve."""
     waits_at_end: bool = False
+    num_steps: int = 0
+    """Steps that are trained after a fault whose own end is unknown."""
+    is_restarted: bool = False
+    small_disk: str = ""
+    """Mount point of a small disk, which ``full_disk`` fills."""
 
 
 class DrillRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Record of one rank about its training."""
 
-    kind: Literal["started", "injected", "impossible", "continued", "ended"]
+    kind: Literal["started", "killed", "injected", "impossible", "continued", "ended"]
     rank: int
     step: int = -1
     time_unix_ns: int = 0
@@ -115,6 +133,8 @@ class DrillRecord(msgspec.Struct, frozen=True, kw_only=True):
     first_save_step: int = -1
     """Step at which the first checkpoint is on disk; -1 without checkpoints."""
     has_probe: bool = False
+    state_bytes: int = 0
+    """Size of the parameters, of all ranks."""
     step_seconds: float | None = None
     """Median time of a step before the fault."""
 

@@ -10,7 +10,8 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,14 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_map_only
 
 from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.step.context import RunContext
-from trainer_hooks.step.feature import OutgoingStep, StepFeature
+from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
 from trainer_hooks.tensors.gradients import local_tensor, unwrap
+from trainvitals.io.discovery import NOTICE_FILE
+from trainvitals.policy.evidence import Ask, ProbeResult
 from trainvitals.records import AttemptStarted
 from vitals_plugins.lab.drill.faults import (
     CONTINUED_STEPS,
+    POISONED_STEPS,
     VARIABLE,
     DrillPlan,
     DrillRecord,
@@ -35,8 +40,13 @@ from vitals_plugins.lab.drill.faults import (
 )
 
 SPIKE = 1e6
+POISON = 100.0
+FORGOTTEN_RATE = 10.0
+"""Factor of the learning rate in a second start, as if an earlier decay was forgotten."""
 MIN_DELAY_SECONDS = 0.05
 MAX_WAIT_SECONDS = 180.0
+MAX_FULL_SECONDS = 60.0
+"""Time for the agent to report a full disk, which it examines every 10 seconds."""
 WARM_UP_STEPS = 20
 """Steps whose times do not count."""
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -140,28 +150,39 @@ class DrillFeature(StepFeature):
         self._plan = plan = _read_plan()
         self._recorder = Recorder(plan, run.ranks.rank)
         earlier = read_records(self._recorder.path)
-        self._is_injected = any(each.kind in ("injected", "impossible") for each in earlier)
-        self._is_restart = self._is_injected
+        kinds = ("injected", "impossible", "killed")
+        self._is_injected = self._is_restart = any(each.kind in kinds for each in earlier)
+        self._poison: Poison | None = None
         self._injected_step = -1
         self._first_step = 0
         self._turn = -1
         self._is_continued = False
+        self._full_since = 0.0
+        self._poisoned_until = self._full_until = self._num_late_steps = 0
         world_size, settings = run.ranks.world_size, run.recovery and run.recovery.settings
         self._is_target = run.ranks.rank == world_size - 1
-        first_save = -1
+        first_save = first_due = -1
         if settings:
+            first_due = settings.save_every
             every = settings.snapshot_every or settings.healthy_after + 1
             first_save = settings.save_every + settings.healthy_after + 2 * every
         self._inject_step, self._end_step = plan.inject_step, plan.end_step
-        if plan.fault == "killed_rank" and first_save > plan.inject_step:
+        if plan.is_restarted and first_save > plan.inject_step:
             self._inject_step = first_save
             self._end_step += first_save - plan.inject_step
+        if plan.fault == "full_disk":  # a save fails, and a later one succeeds
+            self._inject_step = max(plan.inject_step, first_due)
+            self._full_until = max(self._inject_step, first_save) + CONTINUED_STEPS
+            self._num_late_steps = max(plan.num_steps, first_save + CONTINUED_STEPS)
         self._recorder.mode = run.mode
+        params = [local_tensor(param) for param in run.device.norms.params]
+        num_bytes = sum(param.numel() * param.element_size() for param in params)
         self._recorder.write(
             "started",
             run_id=run.run_dir.run_id,
             world_size=world_size,
             first_save_step=first_save,
+            state_bytes=num_bytes * (world_size if run.replicas is None else 1),
         )
 
     @classmethod
@@ -171,9 +192,30 @@ class DrillFeature(StepFeature):
         return None if any(each.pid == os.getpid() for each in earlier) else cls(run)
 
     def on_attempt(self, attempt: AttemptStarted) -> None:
-        """Remember where a restarted training continues."""
+        """Remember where a restarted training continues, and forget its learning rate."""
+        if self._poison is not None:
+            self._poison.is_on = False  # the rollback skips these batches
         if self._turn < 0:
             self._first_step = attempt.fork_step
+            if self._is_restart and self._plan.fault == "forgotten_lr" and attempt.fork_step:
+                self._record(attempt.fork_step, self._is_target)
+                self._raise_rates()
+
+    def _raise_rates(self) -> None:
+        """Multiply the learning rates, as if the restarted training had not restored them."""
+        for optimizer in self._run.device.optimizers:
+            for group in optimizer.param_groups:
+                for name in {"lr", "initial_lr"} & group.keys():
+                    group[name] = group[name] * FORGOTTEN_RATE
+        for scheduler in self._run.device.schedulers:
+            for name in ("base_lrs", "_last_lr"):
+                rates = getattr(scheduler, name, [])
+                setattr(scheduler, name, [rate * FORGOTTEN_RATE for rate in rates])
+
+    def on_reduced(self, step: ReturnedStep) -> None:
+        """Let the probe read its batches as they are."""
+        if self._poison is not None and step.probe is not None:
+            step.probe = self._poison.paused(step.probe)
 
     def before_measure(self, step: OutgoingStep) -> None:
         """Inject the fault at its step, and end the training at the last one."""
@@ -182,17 +224,34 @@ class DrillFeature(StepFeature):
             self._turn = step.turn
         if step.turn != self._turn:
             return
-        end_step = self._first_step + CONTINUED_STEPS if self._is_restart else self._end_step
-        if step.step >= end_step:
+        if step.step >= self._planned_end(step.step):
             recorder.end(step.step)
+        if self._poison is not None:
+            self._poison.end_step(self._gradients, is_last=step.step >= self._poisoned_until)
         if not self._is_injected:
             recorder.measure()
             if plan.fault and step.step >= self._inject_step:
                 self._is_injected, self._injected_step = True, step.step
                 self._inject(step.step)
         elif not self._is_continued and step.step >= self._injected_step + CONTINUED_STEPS:
-            self._is_continued = True
-            recorder.write("continued", step=step.step)
+            if plan.fault != "full_disk":
+                self._is_continued = True
+                recorder.write("continued", step=step.step)
+            elif self._run.is_rank0:
+                self._is_continued = self._free_disk(step.step)
+
+    def _planned_end(self, step: int) -> int:
+        """Return the step before which the drilled training ends, as far as it is known."""
+        plan = self._plan
+        if self._is_restart:
+            num_steps = plan.num_steps if plan.fault == "forgotten_lr" else CONTINUED_STEPS
+            return self._first_step + num_steps
+        if plan.fault != "full_disk":
+            return self._end_step
+        steps = {each.kind: each.step for each in read_records(self._recorder.path)}
+        if "impossible" in steps:
+            return self._end_step
+        return steps["continued"] + self._num_late_steps if "continued" in steps else step + 1
 
     def _inject(self, step: int) -> None:
         """Inject the fault, or record why it is impossible in this loop."""
@@ -201,7 +260,11 @@ class DrillFeature(StepFeature):
             self._record(step, self._is_target)
             for grad in self._gradients():
                 grad.mul_(SPIKE)
-        elif fault in ("killed_agent", "collector_down"):
+        elif fault == "poisoned_window":
+            self._record(step + 1, self._is_target)
+            self._poisoned_until = step + POISONED_STEPS
+            self._poison = Poison(self._models(), seed=self._run.ranks.rank)
+        elif fault in ("killed_agent", "collector_down", "full_disk"):
             if self._run.is_rank0:
                 getattr(self, f"_inject_{fault}")(step)
         elif self._is_target:
@@ -278,8 +341,14 @@ class DrillFeature(StepFeature):
             time.sleep(delay)
 
         self._record(step)
+        for model in self._models():
+            model.register_forward_pre_hook(wait)
+
+    def _models(self) -> list[nn.Module]:
+        """Return the modules that the loop calls: a container of models has no forward."""
         model, _ = unwrap(self._run.given.model)
-        model.register_forward_pre_hook(wait)
+        is_container = isinstance(model, (nn.ModuleDict, nn.ModuleList))
+        return list(model.children()) if is_container else [model]
 
     def _inject_stopped_rank(self, step: int) -> None:
         self._record(step)
@@ -288,6 +357,92 @@ class DrillFeature(StepFeature):
     def _inject_killed_rank(self, step: int) -> None:
         self._record(step)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def _inject_forgotten_lr(self, step: int) -> None:
+        """Kill this rank; the rates are forgotten in the second start."""
+        if self._run.recovery is None:
+            text = "without checkpoints a restart begins at step 0"
+            self._recorder.write("impossible", step=step, text=text)
+            return
+        self._recorder.write("killed", step=step)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _inject_full_disk(self, step: int) -> None:
+        """Leave no byte on the disk of the run directory."""
+        if not os.path.ismount(self._plan.small_disk):
+            text = "no disk could be mounted for it: the kernel allows no mount namespace"
+            self._recorder.write("impossible", step=step, text=text)
+            return
+        self._record(step)
+        with suppress(OSError), self._filler.open("wb", buffering=0) as file:
+            for size in (1 << 20, 1 << 12):
+                with suppress(OSError):
+                    while file.write(bytes(size)) == size:
+                        pass
+
+    @property
+    def _filler(self) -> Path:
+        """File that fills the disk of a drill."""
+        return Path(self._plan.small_disk, "fill")
+
+    def _free_disk(self, step: int) -> bool:
+        """Delete the drill's file once the agent has reported the full disk; return whether."""
+        self._full_since = self._full_since or time.monotonic()
+        is_late = time.monotonic() > self._full_since + MAX_FULL_SECONDS
+        if step < self._full_until:
+            return False
+        notices = Path(os.environ["VITALS_SHM"]).rglob(NOTICE_FILE)
+        if not is_late and not any(notices):
+            return False
+        self._filler.unlink(missing_ok=True)
+        self._recorder.write("continued", step=step)
+        return True
+
+
+class Poison:
+    """Damages the inputs of a model: all elements change places, and floats are multiplied."""
+
+    def __init__(self, models: Sequence[nn.Module], *, seed: int) -> None:
+        self.is_on = True
+        self._generator = torch.Generator().manual_seed(seed)
+        self._num_forwards = 0
+        self._hooks = [
+            model.register_forward_pre_hook(self._on_forward, with_kwargs=True) for model in models
+        ]
+
+    def _on_forward(self, module: nn.Module, arguments: Any, keywords: Any) -> Any:
+        if not self.is_on or not module.training:
+            return None
+        self._num_forwards += 1
+        return tree_map_only(Tensor, self._damage, (arguments, keywords))
+
+    def _damage(self, value: Tensor) -> Tensor:
+        order = torch.randperm(value.numel(), generator=self._generator)
+        value = value.flatten()[order.to(value.device)].view(value.shape)
+        return value * POISON if value.is_floating_point() else value
+
+    def end_step(self, gradients: Callable[[], list[Tensor]], *, is_last: bool) -> None:
+        """Reverse the gradients of a loop that does not call its model; call once per step."""
+        if self.is_on and not self._num_forwards:
+            for grad in gradients():
+                grad.neg_()
+        self._num_forwards = 0
+        if is_last:
+            self.is_on = False
+            for hook in self._hooks:
+                hook.remove()
+
+    def paused(self, probe: Callable[[Ask], ProbeResult]) -> Callable[[Ask], ProbeResult]:
+        """Return the probe of a poisoned training, which reads its batches undamaged."""
+
+        def evaluate(ask: Ask) -> ProbeResult:
+            was_on, self.is_on = self.is_on, False
+            try:
+                return probe(ask)
+            finally:
+                self.is_on = was_on
+
+        return evaluate
 
 
 def _is_alive(pid: int) -> bool:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from trainvitals.records import Decision, action_text
+from trainvitals.records import Decision, action_text, is_skip
 from trainvitals.units import humanize_count
 from vitals_plugins.lab.drill.facts import DrillFacts
-from vitals_plugins.lab.drill.faults import FAULT_STEP, FaultSpec
+from vitals_plugins.lab.drill.faults import FAULT_STEP, POISONED_STEPS, FaultSpec
 from vitals_plugins.lab.drill.receiver import ReceivedAlert
 
 LOSS_STEPS = 10
@@ -21,12 +22,18 @@ LOSS_STEPS = 10
 DrillOutcome = Literal["kept", "broken", "not protected", "not tested"]
 _HEAL = 'trainvitals.watch(..., mode="heal", checkpoints=True)'
 _GUARD = 'trainvitals.watch(..., mode="guard"), without VITALS_MODE=observe'
+_PROBE = 'monitor.batches(loader, probe=loss_of) with mode="heal" and checkpoints=True'
 _NORM = "attach(max_norm=...), or attached.before_clip() before the loop's clip"
 _GONE = re.compile(r"rank (\d+) \(pid .*\[rank_gone\]$")
 _RENDEZVOUS = (
     "torchrun --standalone or --rdzv-backend=c10d: a static rendezvous keeps the address of the "
     "killed rank, also without Vitals"
 )
+_MAX_DAMAGE, _FLOOR = 2.0, 0.02
+"""The probe's limit: both losses get this part of the first losses added."""
+_BATCHES = "for batch in monitor.batches(loader): ..."
+MIN_REPEATED = 8
+"""Repeated steps from which their losses are compared."""
 MORE_RANKS = "torchrun --nproc-per-node 2, or more"
 
 
@@ -70,6 +77,7 @@ class _Case(NamedTuple):
 
     spec: FaultSpec
     facts: DrillFacts
+    undisturbed: DrillFacts
     step: int
     rank: int
     mode: str
@@ -108,7 +116,9 @@ def judge_fault(spec: FaultSpec, facts: DrillFacts, undisturbed: DrillFacts) -> 
         text = "the budget ended before its outcome was known"
         return _row(spec, _Result("not tested", text, "--budget SECONDS, or --only"), facts)
     if impossible is not None:
-        return _row(spec, _Result("not protected", impossible.text, ""), facts)
+        hint = _HEAL if spec.is_restarted else ""
+        outcome: DrillOutcome = "not tested" if spec.name == "full_disk" else "not protected"
+        return _row(spec, _Result(outcome, impossible.text, hint), facts)
     if injected is None:
         text = (
             f"the program ended before the fault, which is injected at step {FAULT_STEP} or later"
@@ -118,7 +128,7 @@ def judge_fault(spec: FaultSpec, facts: DrillFacts, undisturbed: DrillFacts) -> 
         return _row(spec, _Result("not tested", text, "run it longer"), facts)
     started = facts.first("started")
     mode = "" if started is None else started.mode
-    case = _Case(spec, facts, injected.step, injected.rank, mode)
+    case = _Case(spec, facts, undisturbed, injected.step, injected.rank, mode)
     result = _JUDGES[spec.name](case)
     row = _row(spec, result, facts)
     alert, time = case.alert() or next(iter(facts.alerts), None), result.time_unix_ns
@@ -151,10 +161,14 @@ def _loss_ratio(facts: DrillFacts, undisturbed: DrillFacts) -> float | None:
 
 
 def mean_loss(facts: DrillFacts, end_step: int) -> float | None:
-    """Return the mean loss of the last steps before ``end_step``; None if one is missing."""
-    losses = [facts.losses.get(step) for step in range(end_step - LOSS_STEPS, end_step)]
-    known = [loss for loss in losses if loss is not None]
-    return statistics.fmean(known) if end_step > 0 and len(known) == LOSS_STEPS else None
+    """Return the mean loss of the last steps before ``end_step``; None if some are missing.
+
+    Steps of a second optimizer have no loss.
+    """
+    steps = range(end_step - 2 * LOSS_STEPS, end_step)
+    losses = [facts.losses.get(step) for step in steps]
+    known = [loss for loss in losses if loss is not None][-LOSS_STEPS:]
+    return statistics.fmean(known) if len(known) == LOSS_STEPS else None
 
 
 def _wrong_rank(case: _Case, rank: int | None) -> str:
@@ -189,7 +203,7 @@ def _must_continue(case: _Case, result: _Result) -> _Result:
     """Return the result; broken if the drilled training did not reach its end with a loss."""
     facts = case.facts
     if facts.end_step < 0:
-        last = max(facts.losses, default=-1)
+        last = max(facts.steps, default=-1)
         text = f"training ended after step {last}, with exit code {facts.exit_code}"
         return result._replace(outcome="broken", reason=text)
     loss = mean_loss(facts, facts.end_step)
@@ -222,6 +236,48 @@ def _judge_repair(case: _Case) -> _Result:
     seen = next((f.kind for _, f in case.facts.findings if f.kind in kinds), "")
     text = f"mode {case.mode!r} pages for a damaged state, and does not repair it"
     return _Result("not protected", text, _HEAL, seen, rank, action, alert.received_unix_ns)
+
+
+def _judge_poison(case: _Case) -> _Result:
+    """Judge damaged batches: outliers are reported, and the loss recovers."""
+    reports = [(t, d.rule) for t, d in case.facts.decisions if d.step >= case.step]
+    reports += [(t, f.kind) for t, f in case.facts.findings if f.step >= case.step]
+    time, seen = min(reports, default=(0, ""))
+    decisions = [d for _, d in case.facts.decisions if d.step >= case.step and d.acted]
+    skips = sum(is_skip(decision) for decision in decisions)
+    rollback = next((d for d in decisions if d.action == "rollback"), None)
+    action = "none needed"
+    if rollback is not None:
+        action = action_text(rollback)
+    elif skips:
+        action = f"{humanize_count(skips, 'update')} skipped"
+    elif seen:
+        action = "reported"
+    result = _must_continue(case, _Result("kept", "", "", seen, None, action, time))
+    if result.outcome != "kept":
+        return result
+    before = mean_loss(case.facts, case.step)
+    window = [case.facts.losses.get(case.step + i) for i in range(POISONED_STEPS)]
+    is_outlier = any(_is_damaged(case, loss, before) for loss in window)
+    if not seen and is_outlier:
+        return result._replace(outcome="broken", reason="the damaged batches were not reported")
+    end = case.facts.end_step
+    clean = mean_loss(case.undisturbed, end)
+    if not _is_damaged(case, mean_loss(case.facts, end), clean):
+        return result
+    text = f"the final loss is more than {_MAX_DAMAGE:g} times that of the undisturbed training"
+    injected = case.facts.first("injected")
+    if case.mode == "heal" and injected is not None and injected.has_probe:
+        return result._replace(outcome="broken", reason=text)
+    return result._replace(outcome="not protected", reason=text, hint=_PROBE)
+
+
+def _is_damaged(case: _Case, loss: float | None, reference: float | None) -> bool:
+    """Return whether a loss of the drilled training is far above its reference, as in the probe."""
+    if loss is None or reference is None:
+        return False
+    floor = _FLOOR * abs(mean_loss(case.undisturbed, LOSS_STEPS) or 0.0)
+    return loss + floor > _MAX_DAMAGE * (reference + floor)
 
 
 def _judge_slow(case: _Case) -> _Result:
@@ -261,7 +317,7 @@ def _judge_kill(case: _Case) -> _Result:
     wrong = _wrong_rank(case, rank)
     if wrong:
         return result._replace(outcome="broken", reason=wrong)
-    if max(facts.losses, default=-1) < facts.last_step:
+    if max(facts.steps, default=-1) < facts.last_step:
         return result._replace(outcome="broken", reason="steps before the kill are not stored")
     started = facts.first("started")
     if started is None or started.first_save_step < 0:
@@ -273,9 +329,61 @@ def _judge_kill(case: _Case) -> _Result:
     if facts.resumed_step <= 0:
         text = "a second start did not continue from a checkpoint"
         return result._replace(outcome="broken", reason=text)
-    return _must_continue(
-        case, result._replace(action=f"resumed from step {facts.resumed_step} after a new start")
-    )
+    result = result._replace(action=f"resumed from step {facts.resumed_step} after a new start")
+    for step, (before, after) in sorted(facts.repeated_rates.items()):
+        if not math.isclose(before, after, rel_tol=1e-3):
+            text = f"the learning rate of step {step} was {before:.4g}, and is {after:.4g} after "
+            return result._replace(outcome="broken", reason=f"{text}the new start")
+    if _has_other_batches(facts.repeated_losses):
+        text = "the steps after the new start got other batches than before"
+        if any("continues exactly" in text for _, _, text in facts.notes):
+            return result._replace(outcome="broken", reason=text)
+        return result._replace(outcome="not protected", reason=text, hint=_BATCHES)
+    return _must_continue(case, result)
+
+
+def _has_other_batches(losses: Mapping[int, tuple[float, float]]) -> bool:
+    """Return whether a drilled step that was repeated differs as much as one step from the next."""
+    pairs = [losses[step] for step in sorted(losses)]
+    changes = [abs(after[0] - before[0]) for before, after in itertools.pairwise(pairs)]
+    if len(changes) < MIN_REPEATED:
+        return False
+    differences = [abs(before - after) for before, after in pairs]
+    return statistics.median(differences) > 0.3 * statistics.median(changes)
+
+
+def _judge_forgotten(case: _Case) -> _Result:
+    """Judge a learning rate that a second start did not restore: it is reported."""
+    kinds = ("learning_rate", "lr_jump")
+    reports = [(t, f.cause or f.kind) for t, f in case.facts.findings if f.kind in kinds]
+    if not reports:
+        return _Result("broken", "the learning rate of the second start was not reported")
+    time, seen = min(reports)
+    rollback = case.decision("rollback")
+    action = "reported" if rollback is None else action_text(rollback[1])
+    return _must_continue(case, _Result("kept", "", "", seen, None, action, time))
+
+
+def _judge_full_disk(case: _Case) -> _Result:
+    """Judge a full disk: training continues, it is reported, and later all is stored."""
+    facts = case.facts
+    time = case.note_time("spool_in_memory")
+    result = _Result("kept", "", "", "spool_in_memory", None, "rows sent from memory", time)
+    continued = facts.first("continued")
+    if continued is None:
+        return result._replace(outcome="broken", reason="training did not continue without it")
+    if not time:
+        return result._replace(outcome="broken", reason="the full disk was not reported", seen="")
+    started = facts.first("started")
+    if started is not None and started.first_save_step >= 0:
+        failed = [each for each in facts.checkpoints if each.detail.startswith("not saved")]
+        saved = [each for each in facts.checkpoints if each.state in ("verified", "healthy")]
+        if not any(each.time_unix_ns > continued.time_unix_ns for each in saved):
+            text = "no checkpoint was saved after the disk had space again"
+            return result._replace(outcome="broken", reason=text)
+        if failed:
+            result = result._replace(action=f"{result.action}, checkpoint saved later")
+    return _must_store_all(case, result)
 
 
 def _judge_agent(case: _Case) -> _Result:
@@ -298,7 +406,7 @@ def _judge_collector(case: _Case) -> _Result:
 def _must_store_all(case: _Case, result: _Result) -> _Result:
     """Return the result; broken if a step of the drilled training is not stored."""
     facts = case.facts
-    missing = set(range(facts.end_step)) - set(facts.losses)
+    missing = set(range(facts.end_step)) - facts.steps
     if missing or facts.num_lost_rows:
         text = f"{humanize_count(len(missing), 'step')} missing, {facts.num_lost_rows} rows lost"
         return result._replace(outcome="broken", reason=text)
@@ -308,11 +416,14 @@ def _must_store_all(case: _Case, result: _Result) -> _Result:
 _JUDGES: dict[str, Callable[[_Case], _Result]] = {
     "nan_gradient": _judge_skip,
     "spike": _judge_skip,
+    "poisoned_window": _judge_poison,
     "nan_parameters": _judge_repair,
     "bit_flip": _judge_repair,
     "slow_rank": _judge_slow,
     "stopped_rank": _judge_stop,
     "killed_rank": _judge_kill,
+    "forgotten_lr": _judge_forgotten,
     "killed_agent": _judge_agent,
     "collector_down": _judge_collector,
+    "full_disk": _judge_full_disk,
 }

@@ -65,8 +65,12 @@ def restrict_writes(writable: Iterable[str]) -> None:
     _call(_LIBC.syscall, _RESTRICT_SELF, ruleset, 0)
 
 
-def isolate_mounts(writable: Iterable[str]) -> None:
+def isolate_mounts(writable: Iterable[str], small: tuple[str, int] | None = None) -> None:
     """Make everything read-only except the directories, and ``/dev/shm`` private.
+
+    Args:
+        writable: directories in which programs may write.
+        small: directory below one of them that becomes a disk in memory, and its bytes.
 
     Raises:
         OSError: the kernel does not allow it; a part may have been done.
@@ -88,6 +92,9 @@ def isolate_mounts(writable: Iterable[str]) -> None:
         _set_read_only(path, clear=True)
     if os.path.isdir(SHARED_MEMORY):  # noqa: PTH112
         _replace_shared_memory()
+    if small is not None:
+        options = f"size={small[1]},mode=0700"
+        _mount("tmpfs", small[0], "tmpfs", _NO_SETUID_NO_DEVICES, options)
     os.chdir(cwd)  # otherwise it is the read-only directory below the new mount
 
 
@@ -155,12 +162,12 @@ def _can_isolate_mounts(writable: list[str]) -> bool:
 
 def main(arguments: list[str]) -> int:
     """Set the restrictions, then become the command."""
-    writable, *command = json.loads(arguments[0]), *arguments[1:]
+    (writable, small), *command = json.loads(arguments[0]), *arguments[1:]
     # Files that are already open are not restricted.
     os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)  # noqa: PTH208
     try:
         if _can_isolate_mounts(writable):
-            isolate_mounts(writable)
+            isolate_mounts(writable, small)
             writable = [*writable, *filter(os.path.isdir, [SHARED_MEMORY])]
         restrict_writes(writable)
     except OSError as error:

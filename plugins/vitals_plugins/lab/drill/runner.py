@@ -20,7 +20,9 @@ from trainvitals.cli.supervise import ProgramStack
 from trainvitals.errors import UsageError, VitalsError
 from trainvitals.io.client import collector_on, open_collector_client, read_collector_file
 from trainvitals.views import (
+    CheckpointsQuestion,
     CurveQuestion,
+    CurveReply,
     DecisionsQuestion,
     EventsQuestion,
     FindingsQuestion,
@@ -75,6 +77,8 @@ class DrillRunner:
         self._num_trainings = 0
         self.copied: CopiedProject | None = None
         """Result of the latest copy."""
+        self.small_disk_bytes = 0
+        """Size of the disk that ``full_disk`` fills."""
 
     def remaining_seconds(self) -> float:
         """Return the rest of the drill's budget."""
@@ -92,14 +96,18 @@ class DrillRunner:
         private.mkdir()
         exclude = [Path(os.environ[name]) for name in ("VITALS_DIR",) if os.environ.get(name)]
         self.copied = copy_project(self._source, copy, exclude=exclude)
+        small = None
+        if spec is not None and spec.name == "full_disk":
+            small = (private / "runs", self.small_disk_bytes)
         plan = replace(
             plan,
+            small_disk="" if small is None else str(small[0]),
             record=str(private / "records.jsonl"),
             acknowledgment=str(place / "acknowledged"),
             waits_at_end=spec is not None and bool(spec.alerts),
         )
         training = _Training(
-            self._command_in(copy, private),
+            self._command_in(copy, private, small),
             copy,
             self._training_environ(copy, private, plan, mode),
             place / "output.log",
@@ -114,12 +122,12 @@ class DrillRunner:
             shutil.rmtree(copy, ignore_errors=True)
         return facts
 
-    def _command_in(self, copy: Path, private: Path) -> list[str]:
+    def _command_in(self, copy: Path, private: Path, small: tuple[Path, int] | None) -> list[str]:
         """Return the command of the user for a drilled training in this copy."""
         command = [translate_path(word, self._source, copy) for word in self._command]
         if not self._is_protected:
             return command
-        return sandboxed(command, [copy, private], protected=[self._source])
+        return sandboxed(command, [copy, private], protected=[self._source], small=small)
 
     def _training_environ(
         self, copy: Path, private: Path, plan: DrillPlan, mode: str
@@ -140,7 +148,20 @@ class DrillRunner:
         return {**environ, "VITALS_MODE": mode} if mode else environ
 
     def _follow(self, training: _Training, spec: FaultSpec | None) -> DrillFacts:
-        """Wait for the end of a drilled training, and do what its fault needs from outside."""
+        """Wait for the end of a drilled training; start it again if its fault killed a rank."""
+        facts = self._wait_for_end(training, spec)
+        if spec is None or not spec.is_restarted or facts.is_out_of_time:
+            return facts
+        is_killed = facts.first("killed") is not None or facts.first("injected") is not None
+        starts = [each for each in facts.records if each.kind == "started" and each.rank == 0]
+        # Unless the launcher has started it again.
+        if is_killed and len(starts) == 1 and starts[0].first_save_step >= 0:
+            training.environ["VITALS_RUN_ID"] = starts[0].run_id
+            return self._wait_for_end(training, spec)
+        return facts
+
+    def _wait_for_end(self, training: _Training, spec: FaultSpec | None) -> DrillFacts:
+        """Wait for the end of one start of a drilled training, and do what its fault needs."""
         fault = "" if spec is None else spec.name
         training.start()
         while (code := training.poll()) is None:
@@ -154,14 +175,7 @@ class DrillRunner:
             time.sleep(LOOK_SECONDS)
         if fault == "collector_down":
             self._restart_collector()
-        facts = training.facts(exit_code=code)
-        starts = [each for each in facts.records if each.kind == "started" and each.rank == 0]
-        is_killed = fault == "killed_rank" and facts.first("injected") is not None
-        # Unless the launcher has started it again.
-        if is_killed and len(starts) == 1 and starts[0].first_save_step >= 0:
-            training.environ["VITALS_RUN_ID"] = starts[0].run_id
-            return self._follow(training, None)
-        return facts
+        return training.facts(exit_code=code)
 
     def _acknowledge_end(self, training: _Training, spec: FaultSpec | None) -> None:
         """Let a drilled training end once its alerts have arrived: the end would resolve them."""
@@ -169,7 +183,8 @@ class DrillRunner:
         ended = next((each for each in records if each.kind == "ended"), None)
         if ended is None or training.is_acknowledged:
             return
-        pages = () if spec is None else spec.pages(ended.mode)
+        is_injected = any(each.kind == "injected" for each in records)
+        pages = () if spec is None or not is_injected else spec.pages(ended.mode)
         seconds = (time.time_ns() - ended.time_unix_ns) / 1e9
         has_pages = not pages or self._has_page(training.run_id, *pages)
         if has_pages or seconds > PAGE_SECONDS:
@@ -234,7 +249,7 @@ class DrillRunner:
         while True:
             with suppress(VitalsError):
                 read = self._query(run_id, facts)
-            is_stored = facts.last_step < 0 or facts.last_step in read.losses
+            is_stored = facts.last_step < 0 or facts.last_step in read.steps
             has_pages = not pages or self._has_page(run_id, *pages)
             is_complete = is_stored and has_pages
             if is_complete or time.monotonic() > end:
@@ -253,20 +268,39 @@ class DrillRunner:
             decisions = client.ask(DecisionsQuestion(run_id=run_id))
             findings = client.ask(FindingsQuestion(run_id=run_id))
             events = client.ask(EventsQuestion(run_id=run_id))
+            checkpoints = client.ask(CheckpointsQuestion(run_id=run_id))
             curve = CurveQuestion(run_id=run_id, metric="steps.loss", source="", branch="all")
-            series = join_curve_replies([client.ask(curve)])
+            losses = _values_by_step(client.ask(curve))
+            curve = replace(curve, metric="steps.learning_rate")
+            rates = _values_by_step(client.ask(curve))
+            # Steps of a second optimizer have no loss.
+            verdicts = _values_by_step(client.ask(replace(curve, metric="steps.verdict")))
         resumed = [each for each in detail.attempts if each.reason.startswith("resumed")]
-        points = zip(series.attempt.tolist(), series.step, series.value, strict=True)
         return replace(
             facts,
             decisions=tuple((view.time_unix_ns, view.decision) for view in decisions),
             findings=tuple((view.time_unix_ns, view.finding) for view in findings),
+            checkpoints=tuple(view for view in checkpoints if view.where == "disk"),
             notes=tuple((view.time_unix_ns, view.kind, view.text) for view in events),
             resumed_step=resumed[-1].fork_step if resumed else -1,
+            steps=frozenset(verdicts),
             # Of a step that was trained twice, the later one counts.
-            losses={int(step): float(loss) for _, step, loss in sorted(points)},
+            losses={step: values[-1] for step, values in losses.items()},
+            repeated_losses={s: (v[0], v[-1]) for s, v in losses.items() if len(v) > 1},
+            repeated_rates={s: (v[0], v[-1]) for s, v in rates.items() if len(v) > 1},
             num_lost_rows=sum(each.num_lost_rows for each in detail.sources),
         )
+
+
+def _values_by_step(reply: CurveReply) -> dict[int, list[float]]:
+    """Return the values of a drilled run by step; several if it was trained more than once."""
+    series = join_curve_replies([reply])
+    values: dict[int, list[float]] = {}
+    for _, step, value in sorted(
+        zip(series.attempt.tolist(), series.step.tolist(), series.value.tolist(), strict=True)
+    ):
+        values.setdefault(int(step), []).append(float(value))
+    return values
 
 
 class _Training:

@@ -115,7 +115,13 @@ def find_gaps() -> tuple[str, ...]:
         "This kernel allows no mount namespace: modes, owners, times and attributes of files "
         "outside can be changed, and the files in /dev/shm."
     )
-    return (network, modes) if "changes-modes" in _probe_sandbox()[0] else (network,)
+    return (network,) if has_mount_namespace() else (network, modes)
+
+
+def has_mount_namespace() -> bool:
+    """Return whether the kernel allows the sandbox of a drill its own mounts."""
+    attempts, _ = _probe_sandbox()
+    return "works" in attempts and "changes-modes" not in attempts
 
 
 @functools.cache
@@ -141,7 +147,11 @@ def _probe_sandbox() -> tuple[frozenset[str], str]:
 
 
 def sandboxed(
-    command: Sequence[str], writable: Iterable[Path], *, protected: Iterable[Path] = ()
+    command: Sequence[str],
+    writable: Iterable[Path],
+    *,
+    protected: Iterable[Path] = (),
+    small: tuple[Path, int] | None = None,
 ) -> list[str]:
     """Return the command that runs ``command`` confined to the directories.
 
@@ -153,6 +163,8 @@ def sandboxed(
         command: program and arguments.
         writable: existing directories, absolute, without links in their path.
         protected: directories that must stay unchanged, such as the project.
+        small: directory below a writable one that becomes a disk in memory with this many bytes,
+            if the kernel allows a mount namespace.
 
     Raises:
         UsageError: a directory is missing or a link, or has more in it than files of the drill.
@@ -169,7 +181,9 @@ def sandboxed(
         for directory in forbidden:
             if directory.resolve().is_relative_to(path):
                 raise UsageError(f"{path} must not be writable in a drill: it has {directory}")
-    return [sys.executable, "-I", "-S", str(landlock.__file__), json.dumps(paths), *command]
+    disk = None if small is None else (str(small[0]), small[1])
+    options = json.dumps([paths, disk])
+    return [sys.executable, "-I", "-S", str(landlock.__file__), options, *command]
 
 
 def offline_environ(environ: Mapping[str, str], copy: Path, private: Path) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 import msgspec
 import pytest
+import torch
+from torch import nn
 
 from tests.support.watched import Loop, own_place
 from trainvitals.detect.outliers import OutlierConfig
@@ -12,6 +14,7 @@ from vitals_plugins.lab.drill.faults import (
     DrillRecord,
     read_records,
 )
+from vitals_plugins.lab.drill.injector import POISON, Poison
 
 __all__ = ["own_place"]
 
@@ -72,6 +75,59 @@ def test_after_a_restart_nothing_is_injected_again(drilled, tmp_path):
     _, records, outcomes = drilled("nan_gradient")
     assert 1 == [each.kind for each in records].count("injected")
     assert 20 == len(outcomes)
+
+
+class Inputs(nn.Module):
+    """A module that remembers its inputs."""
+
+    def forward(self, floats, *, tokens):
+        self.floats, self.tokens = floats, tokens
+
+
+def test_a_poisoned_model_gets_damaged_inputs_while_it_trains_and_not_from_the_probe():
+    model, floats, tokens = Inputs(), torch.rand(4, 3), torch.arange(12).view(4, 3)
+    poison = Poison([model], seed=0)
+    model(floats, tokens=tokens)
+    assert torch.equal((POISON * floats).flatten().sort().values, model.floats.flatten().sort()[0])
+    assert torch.equal(tokens.flatten(), model.tokens.flatten().sort().values)
+    assert not torch.equal(tokens, model.tokens)
+
+    def is_damaged(_=None):
+        model(floats, tokens=tokens)
+        return not torch.equal(floats, model.floats)
+
+    assert is_damaged()
+    assert not poison.paused(is_damaged)(None)
+    assert not (model.eval(), is_damaged())[1]
+    poison.end_step(list, is_last=True)
+    assert not (model.train(), is_damaged())[1]
+
+
+def test_gradients_of_a_poisoned_loop_that_does_not_call_its_model_are_reversed():
+    gradient = torch.ones(3)
+    poison = Poison([Inputs()], seed=0)
+    poison.end_step(lambda: [gradient], is_last=True)
+    poison.end_step(lambda: [gradient], is_last=True)
+    assert torch.equal(-torch.ones(3), gradient)
+
+
+def test_batches_are_damaged_from_the_step_after_the_order_on(drilled):
+    _, records, outcomes = drilled("poisoned_window", inject_step=3, end_step=14)
+    assert ["started", "injected", "ended"] == [each.kind for each in records]
+    assert (4, 14) == (records[1].step, len(outcomes))
+
+
+def test_the_rates_are_forgotten_only_by_a_start_that_resumes(drilled, tmp_path):
+    killed = DrillRecord(kind="killed", rank=0, step=3, pid=1)
+    (tmp_path / "records.jsonl").write_bytes(msgspec.json.encode(killed) + b"\n")
+    loop, records, _ = drilled("forgotten_lr")
+    assert ["killed", "started", "ended"] == [each.kind for each in records]
+    assert 0.01 == loop.optimizer.param_groups[0]["lr"]
+
+
+def test_without_a_disk_for_it_none_is_filled(drilled):
+    _, records, _ = drilled("full_disk")
+    assert "the kernel allows no mount namespace" in records[1].text
 
 
 def test_a_second_run_of_the_process_has_no_fault(drilled):

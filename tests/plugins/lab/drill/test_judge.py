@@ -4,6 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from trainvitals.records import Decision, Finding
+from trainvitals.views import CheckpointView
 from vitals_plugins.lab.drill.facts import DrillFacts
 from vitals_plugins.lab.drill.faults import FAULTS, DrillRecord
 from vitals_plugins.lab.drill.judge import judge_fault
@@ -21,7 +22,9 @@ def record(kind, rank=0, step=-1, **fields):
 def facts(fault="nan_gradient", mode="guard", rank=1, **changes):
     started = record("started", mode=mode, world_size=2)
     records = (started, record("injected", rank, STEP), record("ended", step=END))
-    return replace(DrillFacts(records=records, exit_code=0, losses=LOSSES), **changes)
+    return replace(
+        DrillFacts(records=records, exit_code=0, losses=LOSSES, steps=frozenset(LOSSES)), **changes
+    )
 
 
 def decision(action, rule, rank=1, step=STEP, acted=True, **fields):
@@ -163,9 +166,13 @@ def test_a_killed_rank_is_reported_and_a_second_start_continues():
     assert ("not tested", True) == judged("killed_rank", failed)[:2]
     resumed = replace(failed, records=(saved, saved, *killed.records[1:]), resumed_step=60)
     assert ("kept", True, "") == judged("killed_rank", resumed)
+    rates = dict.fromkeys(range(60, 80), (0.1, 0.1)) | {70: (0.1, 1.0)}
+    assert ("broken", "the learning rate of step 70 was 0.1, and is 1 after the new start") == (
+        judged("killed_rank", replace(resumed, repeated_rates=rates))[::2]
+    )
     again = replace(resumed, resumed_step=0)
     assert "did not continue from a checkpoint" in judged("killed_rank", again)[2]
-    assert "are not stored" in judged("killed_rank", replace(resumed, losses={0: 1.0}))[2]
+    assert "are not stored" in judged("killed_rank", replace(resumed, steps=frozenset({0})))[2]
     assert "no alert arrived" in judged("killed_rank", replace(resumed, alerts=()))[2]
 
 
@@ -175,11 +182,103 @@ def test_no_row_is_lost_without_the_agent_or_the_collector(fault):
     records = (*facts().records, record("continued", step=100))
     whole = facts(notes=(note,), records=records)
     assert "kept" == judged(fault, whole)[0]
-    gap = replace(whole, losses={step: 1.0 for step in LOSSES if step != 90})
+    gap = replace(whole, steps=frozenset(LOSSES) - {90})
     assert ("broken", None, "1 step missing, 0 rows lost") == judged(fault, gap)
     lost = replace(whole, num_lost_rows=2)
     assert "2 rows lost" in judged(fault, lost)[2]
     assert "broken" == judged(fault, facts())[0]
+
+
+def test_a_new_start_that_trains_other_batches_is_broken_if_it_is_said_to_be_exact():
+    saved = record("started", mode="heal", first_save_step=60)
+    records = (saved, saved, *facts().records[1:])
+    killed = facts(alerts=(alert("RunFailed"),), records=records, resumed_step=60)
+    noise = [0.0, 0.2, 0.1, 0.3, 0.0, 0.4, 0.2, 0.1, 0.3, 0.2]
+    same = {60 + i: (2 + loss, 2 + loss + 1e-4) for i, loss in enumerate(noise)}
+    assert "kept" == judged("killed_rank", replace(killed, repeated_losses=same))[0]
+    losses = {60 + i: (2 + loss, 2.15) for i, loss in enumerate(noise)}
+    other = replace(killed, repeated_losses=losses)
+    row = judge_fault(FAULTS["killed_rank"], other, UNDISTURBED)
+    assert ("not protected", True) == (row.outcome, "monitor.batches" in row.hint)
+    note = (2 * SECOND, "Note", "data: continues exactly at batch 18 of epoch 3 [data]")
+    assert "got other batches" in judged("killed_rank", replace(other, notes=(note,)))[2]
+    assert "broken" == judged("killed_rank", replace(other, notes=(note,)))[0]
+
+
+def poisoned(end_loss=1.0, window_loss=1.0, **changes):
+    losses = LOSSES | dict.fromkeys(range(STEP), 1.0)
+    losses |= dict.fromkeys(range(STEP, STEP + 8), window_loss)
+    losses |= dict.fromkeys(range(STEP + 8, END), end_loss)
+    return facts(losses=losses, **changes)
+
+
+def test_damaged_batches_are_reported_and_the_loss_recovers():
+    skips = tuple(decision("skip_step", "outlier", -1, STEP + i, skipped=True) for i in (0, 1))
+    row = judge_fault(
+        FAULTS["poisoned_window"], poisoned(window_loss=9.0, decisions=skips), UNDISTURBED
+    )
+    assert ("kept", "outlier", "2 updates skipped") == (row.outcome, row.seen, row.action)
+    seen = judge_fault(
+        FAULTS["poisoned_window"], poisoned(1.0, 9.0, findings=(finding("spike"),)), UNDISTURBED
+    )
+    assert ("kept", "spike", "reported") == (seen.outcome, seen.seen, seen.action)
+    assert ("broken", None, "the damaged batches were not reported") == judged(
+        "poisoned_window", poisoned(window_loss=9.0)
+    )
+    harmless = judge_fault(FAULTS["poisoned_window"], poisoned(window_loss=1.5), UNDISTURBED)
+    assert ("kept", "", "none needed") == (harmless.outcome, harmless.seen, harmless.action)
+
+
+def test_damage_that_damaged_batches_leave_is_broken_only_if_heal_has_a_probe():
+    damaged = poisoned(3.0, 9.0, findings=(finding("spike"),))
+    row = judge_fault(FAULTS["poisoned_window"], damaged, UNDISTURBED)
+    assert ("not protected", True) == (row.outcome, "probe=loss_of" in row.hint)
+    started, _, ended = damaged.records
+    healing = replace(started, mode="heal")
+    probed = (healing, record("injected", 1, STEP, has_probe=True), ended)
+    assert "broken" == judged("poisoned_window", replace(damaged, records=probed))[0]
+    unprobed = (healing, record("injected", 1, STEP), ended)
+    assert "not protected" == judged("poisoned_window", replace(damaged, records=unprobed))[0]
+    rolled_back = decision("rollback", "spike", rollback_to_step=60)
+    healed = poisoned(1.0, 9.0, decisions=(rolled_back,), records=probed)
+    row = judge_fault(FAULTS["poisoned_window"], healed, UNDISTURBED)
+    assert ("kept", "rolled back to step 60") == (row.outcome, row.action)
+
+
+def test_a_forgotten_learning_rate_must_be_reported():
+    reported = facts("forgotten_lr", findings=(finding("learning_rate", -1, cause="lr_forgotten"),))
+    row = judge_fault(FAULTS["forgotten_lr"], reported, UNDISTURBED)
+    assert ("kept", "lr_forgotten", "reported") == (row.outcome, row.seen, row.action)
+    assert "was not reported" in judged("forgotten_lr", facts("forgotten_lr"))[2]
+    text = "without checkpoints a restart begins at step 0"
+    impossible = facts(records=(record("started"), record("impossible", text=text)))
+    row = judge_fault(FAULTS["forgotten_lr"], impossible, UNDISTURBED)
+    assert ("not protected", text, True) == (row.outcome, row.reason, "heal" in row.hint)
+
+
+def checkpoint(state, seconds, detail=""):
+    return CheckpointView(
+        checkpoint_id="c", step=60, attempt=1, state=state, where="disk", num_bytes=1,
+        detail=detail, time_unix_ns=seconds * SECOND,
+    )  # fmt: skip
+
+
+def test_a_full_disk_is_reported_and_costs_neither_rows_nor_later_checkpoints():
+    note = (2 * SECOND, "Note", "the disk of x is full: node vm ... [spool_in_memory]")
+    started, injected, ended = facts().records
+    records = (started, injected, record("continued", step=100), ended)
+    full = facts(notes=(note,), records=records)
+    assert ("kept", None, "") == judged("full_disk", full)
+    assert "not reported" in judged("full_disk", replace(full, notes=()))[2]
+    assert "did not continue" in judged("full_disk", replace(full, records=facts().records))[2]
+    assert "1 step missing" in judged("full_disk", replace(full, steps=full.steps - {90}))[2]
+    saves = replace(full, records=(replace(started, first_save_step=60), *records[1:]))
+    assert "no checkpoint was saved after" in judged("full_disk", saves)[2]
+    failed = checkpoint("bad", 0, "not saved: the disk is full")
+    later = replace(saves, checkpoints=(failed, checkpoint("healthy", 2)))
+    assert "kept" == judged("full_disk", later)[0]
+    unmounted = (started, record("impossible", text="no disk could be mounted"))
+    assert "not tested" == judged("full_disk", facts(records=unmounted))[0]
 
 
 def test_an_outlier_of_an_unknown_norm_names_the_line_that_would_protect():
