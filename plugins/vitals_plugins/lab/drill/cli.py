@@ -21,6 +21,7 @@ from trainvitals.units import humanize_count, humanize_seconds
 from vitals_plugins.lab.drill.copying import CopiedProject
 from vitals_plugins.lab.drill.facts import DrillFacts
 from vitals_plugins.lab.drill.faults import FAULT_STEP, FAULTS, VARIABLE, DrillPlan, FaultSpec
+from vitals_plugins.lab.drill.forwarding import user_receivers
 from vitals_plugins.lab.drill.judge import MORE_RANKS, DrillRow, judge_fault
 from vitals_plugins.lab.drill.processes import guarded
 from vitals_plugins.lab.drill.receiver import local_receiver
@@ -59,6 +60,8 @@ class DrillResult(msgspec.Struct, frozen=True, kw_only=True):
     """None if the program ended too early, or the budget was used up."""
     max_overhead: float | None = None
     """Largest ratio of the overhead with which the drill does not fail; None for any."""
+    has_receivers: bool = False
+    """Whether the alerts were forwarded to the user's receivers."""
     notes: tuple[str, ...] = ()
     """Limits of this drill, such as files that were not copied."""
 
@@ -103,6 +106,14 @@ def drill(
             show_default=False,
         ),
     ] = None,
+    receivers: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file of receivers, as for `vitals collector`: they get the alerts of the "
+            "drill too, marked as a drill.",
+            show_default=False,
+        ),
+    ] = None,
     unprotected: Annotated[
         bool,
         typer.Option(
@@ -138,6 +149,7 @@ def drill(
             specs,
             budget=budget,
             max_overhead=max_overhead,
+            receivers=receivers,
             is_protected=reason is None,
         )
     if form == "json":
@@ -163,6 +175,7 @@ def run_drill(
     *,
     budget: float,
     max_overhead: float | None,
+    receivers: Path | None = None,
     is_protected: bool = True,
 ) -> DrillResult:
     """Run all trainings of a drill in ``home``, and judge them.
@@ -184,7 +197,11 @@ def run_drill(
         for name, value in environ_of_this_process().items()
         if not name.startswith("VITALS_")
     }
-    with guarded(home), local_receiver() as receiver:
+    with (
+        guarded(home),
+        user_receivers(receivers) as forwards_to,
+        local_receiver(forwards_to) as receiver,
+    ):
         marker = {VARIABLE: f"{home}/"}
         programs = {**environ, **marker, "VITALS_COLLECTOR_WEBHOOK": receiver.url}
         # Signals end the drill in order while the stack is open.
@@ -203,7 +220,11 @@ def run_drill(
     notes = find_gaps() if is_protected else ("Writes outside of the copy were not denied.",)
     if len(injected) < len(specs):
         notes = (*notes, "full_disk was left out: the kernel allows no mount namespace.")
-    return msgspec.structs.replace(result, notes=(*notes, *_copy_notes(runner.copied)))
+    errors = [f"The receiver {r.name!r} failed: {r.error}." for r in forwards_to if r.error]
+    notes = (*notes, *errors)
+    return msgspec.structs.replace(
+        result, has_receivers=bool(forwards_to), notes=(*notes, *_copy_notes(runner.copied))
+    )
 
 
 def _copy_notes(copied: CopiedProject | None) -> tuple[str, ...]:
@@ -333,7 +354,8 @@ def _show_progress(name: str, runner: DrillRunner) -> None:
 def _write_result(result: DrillResult) -> None:
     """Print the drill's table, and a reason for each row that is not kept."""
     header = ("fault", "at step", "result", "seen", "rank", "action", "after", "loss", "alert")
-    write_rows(header, [_cells(row) for row in result.rows], Format.TABLE)
+    rows = [_cells(row, result.has_receivers) for row in result.rows]
+    write_rows(header, rows, Format.TABLE)
     typer.echo("")
     for row in result.rows:
         if row.outcome != "kept":
@@ -357,8 +379,11 @@ def _write_result(result: DrillResult) -> None:
         )
 
 
-def _cells(row: DrillRow) -> tuple[str, ...]:
+def _cells(row: DrillRow, has_receivers: bool) -> tuple[str, ...]:
     """Return a row of the drill's table."""
+    alert = row.alert or "-"
+    if row.alert and has_receivers:
+        alert += f" -> {join_names(row.accepted_by)}" if row.accepted_by else ", not accepted"
     rank = {None: "-", True: "right", False: "wrong"}[row.is_named_right]
     return (
         row.fault,
@@ -369,5 +394,5 @@ def _cells(row: DrillRow) -> tuple[str, ...]:
         row.action or "-",
         "-" if row.seconds is None else humanize_seconds(row.seconds),
         "-" if row.loss_ratio is None else f"{row.loss_ratio - 1:+.1%}",
-        row.alert or "-",
+        alert,
     )

@@ -53,7 +53,9 @@ class DrillRow(msgspec.Struct, frozen=True, kw_only=True):
     loss_ratio: float | None = None
     """Final loss divided by that of the undisturbed training at the same steps."""
     alert: str = ""
-    """First alert that arrived at the local receiver."""
+    """First alert that arrived at the drill's own receiver."""
+    accepted_by: tuple[str, ...] = ()
+    """The user's receivers that accepted this alert, with ``--receivers``."""
     reason: str = ""
     hint: str = ""
     """Line that would protect the loop, or the next command."""
@@ -138,6 +140,7 @@ def judge_fault(spec: FaultSpec, facts: DrillFacts, undisturbed: DrillFacts) -> 
         seconds=(time - injected.time_unix_ns) / 1e9 if time else None,
         is_named_right=None if result.rank is None else result.rank == injected.rank,
         alert="" if alert is None else f"{alert.name} ({alert.severity})",
+        accepted_by=() if alert is None else alert.accepted_by,
         loss_ratio=_loss_ratio(facts, undisturbed),
     )
 

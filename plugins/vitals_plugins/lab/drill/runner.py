@@ -254,7 +254,7 @@ class DrillRunner:
             is_complete = is_stored and has_pages
             if is_complete or time.monotonic() > end:
                 is_late = not is_complete and self.remaining_seconds() <= 0
-                alerts = tuple(self._receiver.firing(run_id))
+                alerts = self._receiver.received(run_id)
                 return replace(read, alerts=alerts, is_out_of_time=is_late)
             time.sleep(LOOK_SECONDS)
 

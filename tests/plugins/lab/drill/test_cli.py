@@ -14,6 +14,8 @@ from tests.support.cli import vitals
 from vitals_plugins.lab.drill.cli import DrillResult, OverheadFigures
 from vitals_plugins.lab.drill.faults import FAULTS
 from vitals_plugins.lab.drill.judge import DrillRow
+from vitals_plugins.lab.drill.receiver import local_receiver
+from vitals_plugins.lab.drill.sandbox import has_mount_namespace
 
 TORCHRUN = (
     sys.executable,
@@ -66,13 +68,27 @@ def _is_of_drill(process: psutil.Process) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("mode", ["guard", "heal"])
-def test_all_faults_are_kept_or_named_as_not_protected(project, capsys, mode):
-    code, (output, errors) = drill(capsys, "--", *TORCHRUN, "--mode", mode)
-    outcomes = {row["fault"]: row["outcome"] for row in json.loads(output)["rows"]}
-    unprotected = {"nan_parameters", "bit_flip", "killed_rank"} if mode == "guard" else set()
-    expected = {name: "not protected" if name in unprotected else "kept" for name in FAULTS}
+def test_all_faults_are_kept_or_named_as_not_protected(project, capsys, tmp_path, mode):
+    file = tmp_path / "receivers.toml"
+    with local_receiver() as user:
+        text = f'[[receivers]]\nname = "own"\nkind = "webhook"\nurl = "{user.url}"'
+        file.write_text(text)
+        file.chmod(0o600)
+        words = ("--receivers", file, "--", *TORCHRUN, "--mode", mode)
+        code, (output, errors) = drill(capsys, *words)
+        runs = {alert.run_id for alert in user.alerts()}
+    result = json.loads(output)
+    outcomes = {row["fault"]: row["outcome"] for row in result["rows"]}
+    names = ("nan_parameters", "bit_flip", "killed_rank", "forgotten_lr")
+    unprotected = names if mode == "guard" else ()
+    faults = [name for name in FAULTS if name != "full_disk" or has_mount_namespace()]
+    expected = {name: "not protected" if name in unprotected else "kept" for name in faults}
     assert expected == outcomes, errors + output
     assert 0 == code
+    alerts = {row["fault"]: row["accepted_by"] for row in result["rows"] if row["alert"]}
+    assert {name: ["own"] for name in alerts} == alerts
+    assert "stopped_rank" in alerts
+    assert all(run.startswith("DRILL-") for run in runs)
 
 
 def test_a_program_that_fails_by_itself_is_no_broken_promise(project, capsys):

@@ -41,9 +41,7 @@ def finding(kind, rank=1, step=STEP, cause=""):
 
 
 def alert(name):
-    return ReceivedAlert(
-        name=name, run_id="r", severity="page", state="firing", received_unix_ns=5 * SECOND
-    )
+    return ReceivedAlert(name=name, run_id="r", severity="page", received_unix_ns=5 * SECOND)
 
 
 def judged(fault, found):
