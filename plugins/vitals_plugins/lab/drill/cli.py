@@ -271,8 +271,6 @@ def _train_all(
             plan,
             fault=spec.name,
             end_step=FAULT_STEP + spec.num_steps,
-            num_steps=spec.num_steps,
-            is_restarted=spec.is_restarted,
         )
         rows.append(judge_fault(spec, runner.train(fault_plan, spec), undisturbed))
     num_turns = 1 if max_overhead is None else OVERHEAD_TURNS

@@ -110,9 +110,6 @@ class DrillPlan(msgspec.Struct, frozen=True, kw_only=True):
     """File for which ranks wait: it exists once the drill has killed the collector, or got the
     alerts that the end of the run would resolve."""
     waits_at_end: bool = False
-    num_steps: int = 0
-    """Steps that are trained after a fault whose own end is unknown."""
-    is_restarted: bool = False
     small_disk: str = ""
     """Mount point of a small disk, which ``full_disk`` fills."""
 

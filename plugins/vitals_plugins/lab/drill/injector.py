@@ -32,6 +32,7 @@ from trainvitals.policy.evidence import Ask, ProbeResult
 from trainvitals.records import AttemptStarted
 from vitals_plugins.lab.drill.faults import (
     CONTINUED_STEPS,
+    FAULTS,
     POISONED_STEPS,
     VARIABLE,
     DrillPlan,
@@ -167,13 +168,14 @@ class DrillFeature(StepFeature):
             every = settings.snapshot_every or settings.healthy_after + 1
             first_save = settings.save_every + settings.healthy_after + 2 * every
         self._inject_step, self._end_step = plan.inject_step, plan.end_step
-        if plan.is_restarted and first_save > plan.inject_step:
+        spec = FAULTS.get(plan.fault)
+        if spec is not None and spec.is_restarted and first_save > plan.inject_step:
             self._inject_step = first_save
             self._end_step += first_save - plan.inject_step
         if plan.fault == "full_disk":  # a save fails, and a later one succeeds
             self._inject_step = max(plan.inject_step, first_due)
             self._full_until = max(self._inject_step, first_save) + CONTINUED_STEPS
-            self._num_late_steps = max(plan.num_steps, first_save + CONTINUED_STEPS)
+            self._num_late_steps = max(FAULTS[plan.fault].num_steps, first_save + CONTINUED_STEPS)
         self._recorder.mode = run.mode
         params = [local_tensor(param) for param in run.device.norms.params]
         num_bytes = sum(param.numel() * param.element_size() for param in params)
@@ -244,8 +246,7 @@ class DrillFeature(StepFeature):
         """Return the step before which the drilled training ends, as far as it is known."""
         plan = self._plan
         if self._is_restart:
-            num_steps = plan.num_steps if plan.fault == "forgotten_lr" else CONTINUED_STEPS
-            return self._first_step + num_steps
+            return self._first_step + CONTINUED_STEPS
         if plan.fault != "full_disk":
             return self._end_step
         steps = {each.kind: each.step for each in read_records(self._recorder.path)}
@@ -335,6 +336,10 @@ class DrillFeature(StepFeature):
 
     def _inject_slow_rank(self, step: int) -> None:
         """Delay every forward from now on by the time of a step."""
+        if self._run.given.pipeline is not None:
+            text = "the parts of a step are not measured in a pipeline"
+            self._recorder.write("impossible", step=step, text=text)
+            return
         delay = max(self._recorder.step_seconds or 0.0, MIN_DELAY_SECONDS)
 
         def wait(module: nn.Module, arguments: Any) -> None:

@@ -7,14 +7,19 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from trainvitals.records import Decision, action_text, is_skip
 from trainvitals.units import humanize_count
 from vitals_plugins.lab.drill.facts import DrillFacts
-from vitals_plugins.lab.drill.faults import FAULT_STEP, POISONED_STEPS, FaultSpec
+from vitals_plugins.lab.drill.faults import (
+    FAULT_STEP,
+    POISONED_STEPS,
+    DrillRecord,
+    FaultSpec,
+)
 from vitals_plugins.lab.drill.receiver import ReceivedAlert
 
 LOSS_STEPS = 10
@@ -61,28 +66,53 @@ class DrillRow(msgspec.Struct, frozen=True, kw_only=True):
     """Line that would protect the loop, or the next command."""
 
 
-class _Result(NamedTuple):
-    """Judgement of one fault, without the columns that all faults share."""
-
-    outcome: DrillOutcome
-    reason: str = ""
-    hint: str = ""
-    seen: str = ""
-    rank: int | None = None
-    """Rank that was named."""
-    action: str = ""
-    time_unix_ns: int = 0
-
-
 class _Case(NamedTuple):
     """One injected fault and the facts about its training."""
 
     spec: FaultSpec
     facts: DrillFacts
     undisturbed: DrillFacts
-    step: int
-    rank: int
+    injected: DrillRecord
     mode: str
+
+    @property
+    def step(self) -> int:
+        """Return the step of the fault of the drill."""
+        return self.injected.step
+
+    def row(
+        self, outcome: DrillOutcome, reason: str = "", hint: str = "", **fields: Any
+    ) -> DrillRow:
+        """Return the row of this fault of the drill."""
+        facts = self.facts
+        alert = self.alert() or next(iter(facts.alerts), None)
+        drilled, clean = (mean_loss(each, facts.end_step) for each in (facts, self.undisturbed))
+        return DrillRow(
+            fault=self.spec.name,
+            outcome=outcome,
+            reason=reason,
+            hint=hint,
+            injected_step=self.step,
+            alert="" if alert is None else f"{alert.name} ({alert.severity})",
+            accepted_by=() if alert is None else alert.accepted_by,
+            loss_ratio=drilled / clean if drilled is not None and clean else None,
+            **fields,
+        )
+
+    def seen(self, seen: str, action: str, time: int, rank: int | None = None) -> DrillRow:
+        """Return the row of a reported fault of the drill; broken if it names the wrong rank."""
+        is_right = None if rank is None or rank < 0 else rank == self.injected.rank
+        reason = ""
+        if is_right is False:
+            reason = f"rank {rank} was named, and rank {self.injected.rank} had the fault"
+        return self.row(
+            "broken" if reason else "kept",
+            reason,
+            seen=seen,
+            action=action,
+            seconds=(time - self.injected.time_unix_ns) / 1e9 if time else None,
+            is_named_right=is_right,
+        )
 
     def decision(self, action: str) -> tuple[int, Decision] | None:
         """Return the first decision with this action since the fault of the drill."""
@@ -104,6 +134,11 @@ class _Case(NamedTuple):
         """Return when the drilled run noted this code; 0 if it did not."""
         return next((time for time, _, text in self.facts.notes if f"[{code}]" in text), 0)
 
+    @property
+    def saves(self) -> bool:
+        """Return whether the drilled training writes checkpoints."""
+        return any(each.first_save_step >= 0 for each in self.facts.records)
+
 
 def judge_fault(spec: FaultSpec, facts: DrillFacts, undisturbed: DrillFacts) -> DrillRow:
     """Return the row of a fault.
@@ -114,53 +149,33 @@ def judge_fault(spec: FaultSpec, facts: DrillFacts, undisturbed: DrillFacts) -> 
         undisturbed: facts about the training without a fault.
     """
     injected, impossible = facts.first("injected"), facts.first("impossible")
+    if injected is None or impossible is not None or facts.is_out_of_time:
+        outcome, reason, hint = _why_not_injected(spec, facts)
+        return DrillRow(fault=spec.name, outcome=outcome, reason=reason, hint=hint)
+    started = facts.first("started")
+    mode = "" if started is None else started.mode
+    return _JUDGES[spec.name](_Case(spec, facts, undisturbed, injected, mode))
+
+
+def _why_not_injected(spec: FaultSpec, facts: DrillFacts) -> tuple[DrillOutcome, str, str]:
+    """Return outcome, reason and hint of a fault that has no result in this drill."""
+    impossible = facts.first("impossible")
     if facts.is_out_of_time:
         text = "the budget ended before its outcome was known"
-        return _row(spec, _Result("not tested", text, "--budget SECONDS, or --only"), facts)
+        return "not tested", text, "--budget SECONDS, or --only"
     if impossible is not None:
         hint = _HEAL if spec.is_restarted else ""
-        outcome: DrillOutcome = "not tested" if spec.name == "full_disk" else "not protected"
-        return _row(spec, _Result(outcome, impossible.text, hint), facts)
-    if injected is None:
+        return "not tested" if spec.name == "full_disk" else "not protected", impossible.text, hint
+    if facts.first("killed") is not None:
+        text = f"the second start did not resume, with exit code {facts.exit_code}"
+        return "not tested", text, _RENDEZVOUS
+    if facts.exit_code:
+        text = f"the program failed before the fault, with exit code {facts.exit_code}"
+    else:
         text = (
             f"the program ended before the fault, which is injected at step {FAULT_STEP} or later"
         )
-        if facts.exit_code:
-            text = f"the program failed before the fault, with exit code {facts.exit_code}"
-        return _row(spec, _Result("not tested", text, "run it longer"), facts)
-    started = facts.first("started")
-    mode = "" if started is None else started.mode
-    case = _Case(spec, facts, undisturbed, injected.step, injected.rank, mode)
-    result = _JUDGES[spec.name](case)
-    row = _row(spec, result, facts)
-    alert, time = case.alert() or next(iter(facts.alerts), None), result.time_unix_ns
-    return msgspec.structs.replace(
-        row,
-        injected_step=injected.step,
-        seconds=(time - injected.time_unix_ns) / 1e9 if time else None,
-        is_named_right=None if result.rank is None else result.rank == injected.rank,
-        alert="" if alert is None else f"{alert.name} ({alert.severity})",
-        accepted_by=() if alert is None else alert.accepted_by,
-        loss_ratio=_loss_ratio(facts, undisturbed),
-    )
-
-
-def _row(spec: FaultSpec, result: _Result, facts: DrillFacts) -> DrillRow:
-    return DrillRow(
-        fault=spec.name,
-        outcome=result.outcome,
-        reason=result.reason,
-        hint=result.hint,
-        seen=result.seen,
-        action=result.action,
-    )
-
-
-def _loss_ratio(facts: DrillFacts, undisturbed: DrillFacts) -> float | None:
-    """Return the drilled training's final loss divided by the undisturbed one at these steps."""
-    end = facts.end_step
-    drilled, clean = mean_loss(facts, end), mean_loss(undisturbed, end)
-    return drilled / clean if drilled is not None and clean else None
+    return "not tested", text, "run it longer"
 
 
 def mean_loss(facts: DrillFacts, end_step: int) -> float | None:
@@ -174,74 +189,74 @@ def mean_loss(facts: DrillFacts, end_step: int) -> float | None:
     return statistics.fmean(known) if len(known) == LOSS_STEPS else None
 
 
-def _wrong_rank(case: _Case, rank: int | None) -> str:
-    """Return the reason if a drill's fault was attributed to another rank; empty otherwise."""
-    if rank is None or rank < 0 or rank == case.rank:
-        return ""
-    return f"rank {rank} was named, and rank {case.rank} had the fault"
+def _change(row: DrillRow, outcome: DrillOutcome, reason: str, hint: str = "") -> DrillRow:
+    return msgspec.structs.replace(row, outcome=outcome, reason=reason, hint=hint)
 
 
-def _judge_skip(case: _Case) -> _Result:
+def _must_continue(case: _Case, row: DrillRow) -> DrillRow:
+    """Return the row; broken if the drilled training did not reach its end with a loss."""
+    facts = case.facts
+    if row.outcome != "kept":
+        return row
+    if facts.end_step < 0:
+        last = max(facts.steps, default=-1)
+        text = f"training ended after step {last}, with exit code {facts.exit_code}"
+        return _change(row, "broken", text)
+    loss = mean_loss(facts, facts.end_step)
+    if loss is None or not math.isfinite(loss):
+        return _change(row, "broken", "the final loss is missing or not finite")
+    return row
+
+
+def _must_store_all(case: _Case, row: DrillRow) -> DrillRow:
+    """Return the row; broken if a step of the drilled training is not stored."""
+    missing = set(range(case.facts.end_step)) - case.facts.steps
+    if missing or case.facts.num_lost_rows:
+        lost = case.facts.num_lost_rows
+        text = f"{humanize_count(len(missing), 'step')} missing, {lost} rows lost"
+        return _change(row, "broken", text)
+    return _must_continue(case, row)
+
+
+def _judge_skip(case: _Case) -> DrillRow:
     """Judge a fault whose update must be skipped: only this update."""
     report = case.decision("skip_step")
     if report is None or report[1].step != case.step:
         if case.note_time("norm_unknown") and case.spec.name == "spike":
             text = "attach() does not know the gradient norm before the loop's clip"
-            return _Result("not protected", text, _NORM)
-        return _Result("broken", f"the update of step {case.step} was not skipped")
+            return case.row("not protected", text, _NORM)
+        return case.row("broken", f"the update of step {case.step} was not skipped")
     time, decision = report
-    rank = None if decision.rank < 0 else decision.rank
-    result = _Result("kept", "", "", decision.rule, rank, action_text(decision), time)
+    row = case.seen(decision.rule, action_text(decision), time, decision.rank)
     if not decision.acted:
-        return result._replace(
-            outcome="not protected", reason=f"mode {case.mode!r} only records", hint=_GUARD
-        )
-    wrong = _wrong_rank(case, rank)
-    return (
-        result._replace(outcome="broken", reason=wrong) if wrong else _must_continue(case, result)
-    )
+        return _change(row, "not protected", f"mode {case.mode!r} only records", _GUARD)
+    return _must_continue(case, row)
 
 
-def _must_continue(case: _Case, result: _Result) -> _Result:
-    """Return the result; broken if the drilled training did not reach its end with a loss."""
-    facts = case.facts
-    if facts.end_step < 0:
-        last = max(facts.steps, default=-1)
-        text = f"training ended after step {last}, with exit code {facts.exit_code}"
-        return result._replace(outcome="broken", reason=text)
-    loss = mean_loss(facts, facts.end_step)
-    if loss is None or not math.isfinite(loss):
-        return result._replace(outcome="broken", reason="the final loss is missing or not finite")
-    return result
-
-
-def _judge_repair(case: _Case) -> _Result:
+def _judge_repair(case: _Case) -> DrillRow:
     """Judge a damaged state: ``heal`` rolls back, the other modes page."""
     rollback = case.decision("rollback")
     if rollback is not None and rollback[1].acted:
         time, decision = rollback
         rank = decision.rank if decision.rank >= 0 else case.named_rank("replica_named")
-        result = _Result("kept", "", "", decision.rule, rank, action_text(decision), time)
-        wrong = _wrong_rank(case, rank)
-        if wrong:
-            return result._replace(outcome="broken", reason=wrong)
-        return _must_continue(case, result)
+        row = case.seen(decision.rule, action_text(decision), time, rank)
+        return _must_continue(case, row)
     if case.mode == "heal":
-        return _Result("broken", "the damaged state was not rolled back")
+        return case.row("broken", "the damaged state was not rolled back")
     alert = case.alert()
     if alert is None:
         names = ", ".join(case.spec.alerts)
-        return _Result("broken", f"the state is damaged, and no alert arrived ({names})")
+        return case.row("broken", f"the state is damaged, and no alert arrived ({names})")
     halt = case.decision("halt")
     kinds = ("nonfinite_params", "replica_corrupted", "replica_named")
-    rank = case.named_rank(*kinds)
     action = "paged" if halt is None else action_text(halt[1])
     seen = next((f.kind for _, f in case.facts.findings if f.kind in kinds), "")
+    row = case.seen(seen, action, alert.received_unix_ns, case.named_rank(*kinds))
     text = f"mode {case.mode!r} pages for a damaged state, and does not repair it"
-    return _Result("not protected", text, _HEAL, seen, rank, action, alert.received_unix_ns)
+    return _change(row, "not protected", text, _HEAL)
 
 
-def _judge_poison(case: _Case) -> _Result:
+def _judge_poison(case: _Case) -> DrillRow:
     """Judge damaged batches: outliers are reported, and the loss recovers."""
     reports = [(t, d.rule) for t, d in case.facts.decisions if d.step >= case.step]
     reports += [(t, f.kind) for t, f in case.facts.findings if f.step >= case.step]
@@ -249,30 +264,25 @@ def _judge_poison(case: _Case) -> _Result:
     decisions = [d for _, d in case.facts.decisions if d.step >= case.step and d.acted]
     skips = sum(is_skip(decision) for decision in decisions)
     rollback = next((d for d in decisions if d.action == "rollback"), None)
-    action = "none needed"
+    action = "reported" if seen else "none needed"
     if rollback is not None:
         action = action_text(rollback)
     elif skips:
         action = f"{humanize_count(skips, 'update')} skipped"
-    elif seen:
-        action = "reported"
-    result = _must_continue(case, _Result("kept", "", "", seen, None, action, time))
-    if result.outcome != "kept":
-        return result
+    row = _must_continue(case, case.seen(seen, action, time))
+    if row.outcome != "kept":
+        return row
     before = mean_loss(case.facts, case.step)
     window = [case.facts.losses.get(case.step + i) for i in range(POISONED_STEPS)]
-    is_outlier = any(_is_damaged(case, loss, before) for loss in window)
-    if not seen and is_outlier:
-        return result._replace(outcome="broken", reason="the damaged batches were not reported")
+    if not seen and any(_is_damaged(case, loss, before) for loss in window):
+        return _change(row, "broken", "the damaged batches were not reported")
     end = case.facts.end_step
-    clean = mean_loss(case.undisturbed, end)
-    if not _is_damaged(case, mean_loss(case.facts, end), clean):
-        return result
+    if not _is_damaged(case, mean_loss(case.facts, end), mean_loss(case.undisturbed, end)):
+        return row
     text = f"the final loss is more than {_MAX_DAMAGE:g} times that of the undisturbed training"
-    injected = case.facts.first("injected")
-    if case.mode == "heal" and injected is not None and injected.has_probe:
-        return result._replace(outcome="broken", reason=text)
-    return result._replace(outcome="not protected", reason=text, hint=_PROBE)
+    if case.mode == "heal" and case.injected.has_probe:
+        return _change(row, "broken", text)
+    return _change(row, "not protected", text, _PROBE)
 
 
 def _is_damaged(case: _Case, loss: float | None, reference: float | None) -> bool:
@@ -283,66 +293,56 @@ def _is_damaged(case: _Case, loss: float | None, reference: float | None) -> boo
     return loss + floor > _MAX_DAMAGE * (reference + floor)
 
 
-def _judge_slow(case: _Case) -> _Result:
+def _judge_slow(case: _Case) -> DrillRow:
     """Judge a slow rank: it must be named."""
     for time, finding in case.facts.findings:
         if finding.kind == "straggler" and finding.step >= case.step:
             cause = finding.cause.removeprefix("straggler_")
             seen = f"straggler, {cause}" if cause else "straggler"
-            wrong = _wrong_rank(case, finding.rank)
-            result = _Result("kept", "", "", seen, finding.rank, "reported", time)
-            if wrong:
-                return result._replace(outcome="broken", reason=wrong)
-            return _must_continue(case, result)
-    return _Result("broken", "the slow rank was not reported")
+            return _must_continue(case, case.seen(seen, "reported", time, finding.rank))
+    return case.row("broken", "the slow rank was not reported")
 
 
-def _judge_stop(case: _Case) -> _Result:
+def _judge_stop(case: _Case) -> DrillRow:
     """Judge a stopped rank: it must be named by a page, and continue after SIGCONT."""
     alert = case.alert()
     if alert is None:
-        return _Result("broken", "the hang was not paged")
-    rank = case.named_rank("hang")
-    result = _Result("kept", "", "", alert.name, rank, "paged", alert.received_unix_ns)
-    wrong = _wrong_rank(case, rank)
-    if wrong:
-        return result._replace(outcome="broken", reason=wrong)
-    return _must_continue(case, result)
+        return case.row("broken", "the hang was not paged")
+    row = case.seen(alert.name, "paged", alert.received_unix_ns, case.named_rank("hang"))
+    return _must_continue(case, row)
 
 
-def _judge_kill(case: _Case) -> _Result:
-    """Judge a killed rank: a page, and a restart that continues from a checkpoint."""
+def _judge_kill(case: _Case) -> DrillRow:
+    """Judge a killed rank: an alert, and a restart that continues from a checkpoint."""
     alert, facts = case.alert(), case.facts
     if alert is None:
-        return _Result("broken", "no alert arrived for the killed rank")
+        return case.row("broken", "no alert arrived for the killed rank")
     rank = next((int(match[1]) for _, _, text in facts.notes if (match := _GONE.match(text))), None)
-    result = _Result("kept", "", "", alert.name, rank, "reported", alert.received_unix_ns)
-    wrong = _wrong_rank(case, rank)
-    if wrong:
-        return result._replace(outcome="broken", reason=wrong)
+    row = case.seen(alert.name, "reported", alert.received_unix_ns, rank)
+    if row.outcome != "kept":
+        return row
     if max(facts.steps, default=-1) < facts.last_step:
-        return result._replace(outcome="broken", reason="steps before the kill are not stored")
-    started = facts.first("started")
-    if started is None or started.first_save_step < 0:
+        return _change(row, "broken", "steps before the kill are not stored")
+    if not case.saves:
         text = "without checkpoints a restart begins at step 0"
-        return result._replace(outcome="not protected", reason=text, hint=_HEAL)
+        return _change(row, "not protected", text, _HEAL)
     if sum(each.kind == "started" and each.rank == 0 for each in facts.records) < 2:
         text = f"the second start ended with exit code {facts.exit_code}, before Vitals started"
-        return result._replace(outcome="not tested", reason=text, hint=_RENDEZVOUS)
+        return _change(row, "not tested", text, _RENDEZVOUS)
     if facts.resumed_step <= 0:
-        text = "a second start did not continue from a checkpoint"
-        return result._replace(outcome="broken", reason=text)
-    result = result._replace(action=f"resumed from step {facts.resumed_step} after a new start")
+        return _change(row, "broken", "a second start did not continue from a checkpoint")
+    action = f"resumed from step {facts.resumed_step} after a new start"
+    row = msgspec.structs.replace(row, action=action)
     for step, (before, after) in sorted(facts.repeated_rates.items()):
         if not math.isclose(before, after, rel_tol=1e-3):
             text = f"the learning rate of step {step} was {before:.4g}, and is {after:.4g} after "
-            return result._replace(outcome="broken", reason=f"{text}the new start")
+            return _change(row, "broken", f"{text}the new start")
     if _has_other_batches(facts.repeated_losses):
         text = "the steps after the new start got other batches than before"
-        if any("continues exactly" in text for _, _, text in facts.notes):
-            return result._replace(outcome="broken", reason=text)
-        return result._replace(outcome="not protected", reason=text, hint=_BATCHES)
-    return _must_continue(case, result)
+        if any("continues exactly" in note for _, _, note in facts.notes):
+            return _change(row, "broken", text)
+        return _change(row, "not protected", text, _BATCHES)
+    return _must_continue(case, row)
 
 
 def _has_other_batches(losses: Mapping[int, tuple[float, float]]) -> bool:
@@ -355,68 +355,54 @@ def _has_other_batches(losses: Mapping[int, tuple[float, float]]) -> bool:
     return statistics.median(differences) > 0.3 * statistics.median(changes)
 
 
-def _judge_forgotten(case: _Case) -> _Result:
+def _judge_forgotten(case: _Case) -> DrillRow:
     """Judge a learning rate that a second start did not restore: it is reported."""
     kinds = ("learning_rate", "lr_jump")
     reports = [(t, f.cause or f.kind) for t, f in case.facts.findings if f.kind in kinds]
     if not reports:
-        return _Result("broken", "the learning rate of the second start was not reported")
+        return case.row("broken", "the learning rate of the second start was not reported")
     time, seen = min(reports)
     rollback = case.decision("rollback")
     action = "reported" if rollback is None else action_text(rollback[1])
-    return _must_continue(case, _Result("kept", "", "", seen, None, action, time))
+    return _must_continue(case, case.seen(seen, action, time))
 
 
-def _judge_full_disk(case: _Case) -> _Result:
-    """Judge a full disk: training continues, it is reported, and later all is stored."""
-    facts = case.facts
-    time = case.note_time("spool_in_memory")
-    result = _Result("kept", "", "", "spool_in_memory", None, "rows sent from memory", time)
-    continued = facts.first("continued")
-    if continued is None:
-        return result._replace(outcome="broken", reason="training did not continue without it")
-    if not time:
-        return result._replace(outcome="broken", reason="the full disk was not reported", seen="")
-    started = facts.first("started")
-    if started is not None and started.first_save_step >= 0:
-        failed = [each for each in facts.checkpoints if each.detail.startswith("not saved")]
-        saved = [each for each in facts.checkpoints if each.state in ("verified", "healthy")]
-        if not any(each.time_unix_ns > continued.time_unix_ns for each in saved):
-            text = "no checkpoint was saved after the disk had space again"
-            return result._replace(outcome="broken", reason=text)
-        if failed:
-            result = result._replace(action=f"{result.action}, checkpoint saved later")
-    return _must_store_all(case, result)
-
-
-def _judge_agent(case: _Case) -> _Result:
+def _judge_agent(case: _Case) -> DrillRow:
     """Judge a killed agent: it is started again, and no row is lost."""
     time = case.note_time("agent_restarted")
     if not time:
-        return _Result("broken", "the agent was not started again")
-    result = _Result("kept", "", "", "agent_restarted", None, "agent started again", time)
-    return _must_store_all(case, result)
+        return case.row("broken", "the agent was not started again")
+    return _must_store_all(case, case.seen("agent_restarted", "agent started again", time))
 
 
-def _judge_collector(case: _Case) -> _Result:
+def _judge_collector(case: _Case) -> DrillRow:
     """Judge an unavailable collector: training continues, and its rows arrive later."""
-    result = _Result("kept", "", "", "", None, "rows arrived later")
     if case.facts.first("continued") is None:
-        return result._replace(outcome="broken", reason="training did not continue without it")
-    return _must_store_all(case, result)
+        return case.row("broken", "training did not continue without it")
+    return _must_store_all(case, case.seen("", "rows arrived later", 0))
 
 
-def _must_store_all(case: _Case, result: _Result) -> _Result:
-    """Return the result; broken if a step of the drilled training is not stored."""
-    facts = case.facts
-    missing = set(range(facts.end_step)) - facts.steps
-    if missing or facts.num_lost_rows:
-        text = f"{humanize_count(len(missing), 'step')} missing, {facts.num_lost_rows} rows lost"
-        return result._replace(outcome="broken", reason=text)
-    return _must_continue(case, result)
+def _judge_full_disk(case: _Case) -> DrillRow:
+    """Judge a full disk: training continues, it is reported, and later all is stored."""
+    time, continued = case.note_time("spool_in_memory"), case.facts.first("continued")
+    if continued is None:
+        return case.row("broken", "training did not continue without it")
+    if not time:
+        return case.row("broken", "the full disk was not reported")
+    action, checkpoints = "rows sent from memory", case.facts.checkpoints
+    row = case.seen("spool_in_memory", action, time)
+    if case.saves:
+        states = ("verified", "healthy")
+        saved = [each.time_unix_ns for each in checkpoints if each.state in states]
+        if max(saved, default=0) < continued.time_unix_ns:
+            text = "no checkpoint was saved after the disk had space again"
+            return _change(row, "broken", text)
+        if any(each.detail.startswith("not saved") for each in checkpoints):
+            row = msgspec.structs.replace(row, action=f"{action}, checkpoint saved later")
+    return _must_store_all(case, row)
 
 
-_JUDGES: dict[str, Callable[[_Case], _Result]] = {
+_JUDGES: dict[str, Callable[[_Case], DrillRow]] = {
     "nan_gradient": _judge_skip,
     "spike": _judge_skip,
     "poisoned_window": _judge_poison,
