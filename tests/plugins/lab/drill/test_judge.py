@@ -99,7 +99,9 @@ def test_a_fault_that_was_not_injected_is_never_kept_nor_broken():
     skipped = (decision("skip_step", "nonfinite"),)
     ended = facts(records=(started,), decisions=skipped, losses={0: 1.0, 1: 1.0})
     assert ("not tested", None) == judged("nan_gradient", ended)[:2]
-    assert "ended before the fault, at step 80 or later" in judged("nan_gradient", ended)[2]
+    assert (
+        "ended before the fault, which is injected at step 80" in judged("nan_gradient", ended)[2]
+    )
     failed = replace(ended, exit_code=3)
     assert "failed before the fault, with exit code 3" in judged("spike", failed)[2]
     impossible = record("impossible", text="no other rank holds the same parameters")
