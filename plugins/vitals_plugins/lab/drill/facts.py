@@ -28,6 +28,8 @@ class DrillFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Step at which the restarted training continued; -1 if it was not restarted."""
     steps: frozenset[int] = frozenset()
     """Steps that are stored."""
+    latest_steps: frozenset[int] = frozenset()
+    """Those of the latest attempt."""
     losses: dict[int, float | None] = {}
     """Loss of each step that is stored; the latest one of a step that was trained twice."""
     repeated_losses: dict[int, tuple[float, float]] = {}
@@ -43,6 +45,16 @@ class DrillFacts(msgspec.Struct, frozen=True, kw_only=True):
     def first(self, kind: str) -> DrillRecord | None:
         """Return the first record of a kind from a drilled training."""
         return next((each for each in self.records if each.kind == kind), None)
+
+    @property
+    def is_stored(self) -> bool:
+        """Return whether all steps of the drilled training are stored, of the latest start too."""
+        last = self.last_step
+        if last < 0:
+            return True
+        is_restarted = sum(each.kind == "started" and each.rank == 0 for each in self.records) > 1
+        steps = range(min(self.steps, default=0), last + 1)
+        return self.steps.issuperset(steps) and (not is_restarted or last in self.latest_steps)
 
     @property
     def last_step(self) -> int:

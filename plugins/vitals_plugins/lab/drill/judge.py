@@ -333,6 +333,9 @@ def _judge_kill(case: _Case) -> DrillRow:
         return _change(row, "broken", "a second start did not continue from a checkpoint")
     action = f"resumed from step {facts.resumed_step} after a new start"
     row = msgspec.structs.replace(row, action=action)
+    if not facts.repeated_rates and facts.resumed_step < case.step - 1:
+        text = "the steps after the new start are not stored, so they were not compared"
+        return _change(row, "not tested", text)
     for step, (before, after) in sorted(facts.repeated_rates.items()):
         if not math.isclose(before, after, rel_tol=1e-3):
             text = f"the learning rate of step {step} was {before:.4g}, and is {after:.4g} after "

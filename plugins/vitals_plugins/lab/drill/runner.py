@@ -18,11 +18,15 @@ from msgspec.structs import replace
 from trainvitals.arrays import join_curve_replies
 from trainvitals.cli.supervise import ProgramStack
 from trainvitals.errors import UsageError, VitalsError
-from trainvitals.io.client import collector_on, open_collector_client, read_collector_file
+from trainvitals.io.client import (
+    CollectorClient,
+    collector_on,
+    open_collector_client,
+    read_collector_file,
+)
 from trainvitals.views import (
     CheckpointsQuestion,
     CurveQuestion,
-    CurveReply,
     DecisionsQuestion,
     EventsQuestion,
     FindingsQuestion,
@@ -249,9 +253,8 @@ class DrillRunner:
         while True:
             with suppress(VitalsError):
                 read = self._query(run_id, facts)
-            is_stored = facts.last_step < 0 or facts.last_step in read.steps
             has_pages = not pages or self._has_page(run_id, *pages)
-            is_complete = is_stored and has_pages
+            is_complete = read.is_stored and has_pages
             if is_complete or time.monotonic() > end:
                 is_late = not is_complete and self.remaining_seconds() <= 0
                 alerts = self._receiver.received(run_id)
@@ -264,18 +267,18 @@ class DrillRunner:
         if collector is None:
             return facts
         with open_collector_client(collector) as client:
+            # First, because it shows which steps are stored. Those of a second optimizer have no
+            # loss.
+            verdicts = _read_column(client, run_id, "verdict")
+            losses = _read_column(client, run_id, "loss")
+            rates = _read_column(client, run_id, "learning_rate")
             detail = client.ask(RunQuestion(run_id=run_id))
             decisions = client.ask(DecisionsQuestion(run_id=run_id))
             findings = client.ask(FindingsQuestion(run_id=run_id))
             events = client.ask(EventsQuestion(run_id=run_id))
             checkpoints = client.ask(CheckpointsQuestion(run_id=run_id))
-            curve = CurveQuestion(run_id=run_id, metric="steps.loss", source="", branch="all")
-            losses = _values_by_step(client.ask(curve))
-            curve = replace(curve, metric="steps.learning_rate")
-            rates = _values_by_step(client.ask(curve))
-            # Steps of a second optimizer have no loss.
-            verdicts = _values_by_step(client.ask(replace(curve, metric="steps.verdict")))
         resumed = [each for each in detail.attempts if each.reason.startswith("resumed")]
+        latest = max((attempt for values in verdicts.values() for attempt in values), default=0)
         return replace(
             facts,
             decisions=tuple((view.time_unix_ns, view.decision) for view in decisions),
@@ -284,23 +287,30 @@ class DrillRunner:
             notes=tuple((view.time_unix_ns, view.kind, view.text) for view in events),
             resumed_step=resumed[-1].fork_step if resumed else -1,
             steps=frozenset(verdicts),
+            latest_steps=frozenset(step for step in verdicts if latest in verdicts[step]),
             # Of a step that was trained twice, the later one counts.
-            losses={step: values[-1] for step, values in losses.items()},
-            repeated_losses={s: (v[0], v[-1]) for s, v in losses.items() if len(v) > 1},
-            repeated_rates={s: (v[0], v[-1]) for s, v in rates.items() if len(v) > 1},
+            losses={step: list(values.values())[-1] for step, values in losses.items()},
+            repeated_losses=_repeated(losses),
+            repeated_rates=_repeated(rates),
             num_lost_rows=sum(each.num_lost_rows for each in detail.sources),
         )
 
 
-def _values_by_step(reply: CurveReply) -> dict[int, list[float]]:
-    """Return the values of a drilled run by step; several if it was trained more than once."""
-    series = join_curve_replies([reply])
-    values: dict[int, list[float]] = {}
-    for _, step, value in sorted(
-        zip(series.attempt.tolist(), series.step.tolist(), series.value.tolist(), strict=True)
-    ):
-        values.setdefault(int(step), []).append(float(value))
+def _read_column(client: CollectorClient, run_id: str, name: str) -> dict[int, dict[int, float]]:
+    """Return a column of a drilled run by step and attempt, both in order."""
+    curve = CurveQuestion(run_id=run_id, metric=f"steps.{name}", source="", branch="all")
+    series = join_curve_replies([client.ask(curve)])
+    columns = (series.attempt.tolist(), series.step.tolist(), series.value.tolist())
+    values: dict[int, dict[int, float]] = {}
+    for attempt, step, value in sorted(zip(*columns, strict=True)):
+        values.setdefault(step, {})[attempt] = value
     return values
+
+
+def _repeated(column: dict[int, dict[int, float]]) -> dict[int, tuple[float, float]]:
+    """Return the first and latest value of the drilled steps that were trained more than once."""
+    values = {step: list(values.values()) for step, values in column.items()}
+    return {step: (each[0], each[-1]) for step, each in values.items() if len(each) > 1}
 
 
 class _Training:

@@ -163,6 +163,8 @@ def test_a_killed_rank_is_reported_and_a_second_start_continues():
     failed = replace(killed, records=(saved, *killed.records[1:]), exit_code=1)
     assert ("not tested", True) == judged("killed_rank", failed)[:2]
     resumed = replace(failed, records=(saved, saved, *killed.records[1:]), resumed_step=60)
+    assert "were not compared" in judged("killed_rank", resumed)[2]
+    resumed = replace(resumed, repeated_rates={60: (0.1, 0.1)})
     assert ("kept", True, "") == judged("killed_rank", resumed)
     rates = dict.fromkeys(range(60, 80), (0.1, 0.1)) | {70: (0.1, 1.0)}
     assert ("broken", "the learning rate of step 70 was 0.1, and is 1 after the new start") == (
@@ -190,7 +192,9 @@ def test_no_row_is_lost_without_the_agent_or_the_collector(fault):
 def test_a_new_start_that_trains_other_batches_is_broken_if_it_is_said_to_be_exact():
     saved = record("started", mode="heal", first_save_step=60)
     records = (saved, saved, *facts().records[1:])
-    killed = facts(alerts=(alert("RunFailed"),), records=records, resumed_step=60)
+    killed = facts(
+        alerts=(alert("RunFailed"),), records=records, resumed_step=60, repeated_rates={60: (1, 1)}
+    )
     noise = [0.0, 0.2, 0.1, 0.3, 0.0, 0.4, 0.2, 0.1, 0.3, 0.2]
     same = {60 + i: (2 + loss, 2 + loss + 1e-4) for i, loss in enumerate(noise)}
     assert "kept" == judged("killed_rank", replace(killed, repeated_losses=same))[0]
@@ -277,6 +281,15 @@ def test_a_full_disk_is_reported_and_costs_neither_rows_nor_later_checkpoints():
     assert "kept" == judged("full_disk", later)[0]
     unmounted = (started, record("impossible", text="no disk could be mounted"))
     assert "not tested" == judged("full_disk", facts(records=unmounted))[0]
+
+
+def test_steps_are_stored_once_those_of_the_second_start_are():
+    first = facts()
+    assert first.is_stored
+    assert not replace(first, steps=first.steps - {50}).is_stored
+    second = replace(first, records=(first.records[0], *first.records))
+    assert not replace(second, latest_steps=frozenset({60})).is_stored
+    assert replace(second, latest_steps=frozenset({60, END - 1})).is_stored
 
 
 def test_an_outlier_of_an_unknown_norm_names_the_line_that_would_protect():
