@@ -224,3 +224,17 @@ def test_trackers_collectors_and_credentials_of_real_runs_are_not_passed_on(tmp_
     hub = Path(result["XDG_CACHE_HOME"]) / "huggingface"
     assert "weights" == (hub / "hub" / "model").read_text()
     assert not (hub / "token").exists()
+
+
+@confined
+@pytest.mark.skipif(not sandbox.has_mount_namespace(), reason="no mount namespace")
+def test_a_small_disk_in_the_sandbox_becomes_full_and_is_not_seen_outside(tmp_path):
+    disk = tmp_path.resolve() / "disk"
+    disk.mkdir()
+    fill = 'cat /dev/zero >"$1/fill"; rm "$1/fill" && echo kept >"$1/file" && cat "$1/file"'
+    command = sandboxed(
+        ["sh", "-c", fill, "sh", str(disk)], [tmp_path.resolve()], small=(disk, 1 << 20)
+    )
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "No space left on device" in process.stderr
+    assert ("kept\n", []) == (process.stdout, list(disk.iterdir()))
