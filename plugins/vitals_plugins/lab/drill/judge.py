@@ -27,7 +27,10 @@ LOSS_STEPS = 10
 DrillOutcome = Literal["kept", "broken", "not protected", "not tested"]
 _HEAL = 'trainvitals.watch(..., mode="heal", checkpoints=True)'
 _GUARD = 'trainvitals.watch(..., mode="guard"), without VITALS_MODE=observe'
-_PROBE = 'monitor.batches(loader, probe=loss_of) with mode="heal" and checkpoints=True'
+_PROBE = (
+    'monitor.step(loss, max_norm="auto") without a clip of your own, or mode="heal" with '
+    "checkpoints=True and monitor.batches(loader, probe=loss_of)"
+)
 _NORM = "attach(max_norm=...), or attached.before_clip() before the loop's clip"
 _GONE = re.compile(r"rank (\d+) \(pid .*\[rank_gone\]$")
 _RENDEZVOUS = (
@@ -269,20 +272,25 @@ def _judge_poison(case: _Case) -> DrillRow:
         action = action_text(rollback)
     elif skips:
         action = f"{humanize_count(skips, 'update')} skipped"
-    row = _must_continue(case, case.seen(seen, action, time))
-    if row.outcome != "kept":
-        return row
+    row = case.seen(seen, action, time)
     before = mean_loss(case.facts, case.step)
     window = [case.facts.losses.get(case.step + i) for i in range(POISONED_STEPS)]
     if not seen and any(_is_damaged(case, loss, before) for loss in window):
         return _change(row, "broken", "the damaged batches were not reported")
     end = case.facts.end_step
-    if not _is_damaged(case, mean_loss(case.facts, end), mean_loss(case.undisturbed, end)):
+    ended = _must_continue(case, row)
+    reason = ended.reason
+    if end < 0 and case.decision("halt") is None:
+        return ended
+    if not reason and _is_damaged(
+        case, mean_loss(case.facts, end), mean_loss(case.undisturbed, end)
+    ):
+        reason = f"the final loss is more than {_MAX_DAMAGE:g} times the undisturbed one"
+    if not reason:
         return row
-    text = f"the final loss is more than {_MAX_DAMAGE:g} times that of the undisturbed training"
     if case.mode == "heal" and case.injected.has_probe:
-        return _change(row, "broken", text)
-    return _change(row, "not protected", text, _PROBE)
+        return _change(row, "broken", reason)
+    return _change(row, "not protected", reason, _PROBE)
 
 
 def _is_damaged(case: _Case, loss: float | None, reference: float | None) -> bool:

@@ -235,6 +235,16 @@ def test_damage_that_damaged_batches_leave_is_broken_only_if_heal_has_a_probe():
     damaged = poisoned(3.0, 9.0, findings=(finding("spike"),))
     row = judge_fault(FAULTS["poisoned_window"], damaged, UNDISTURBED)
     assert ("not protected", True) == (row.outcome, "probe=loss_of" in row.hint)
+    diverged = judge_fault(
+        FAULTS["poisoned_window"], poisoned(float("inf"), findings=(finding("spike"),)), UNDISTURBED
+    )
+    assert ("not protected", "the final loss is missing or not finite") == (
+        diverged.outcome, diverged.reason
+    )  # fmt: skip
+    unended = replace(damaged, records=damaged.records[:2], exit_code=1)
+    assert "broken" == judged("poisoned_window", unended)[0]
+    halted = replace(unended, decisions=(decision("halt", "nonfinite_streak", step=95),))
+    assert "not protected" == judged("poisoned_window", halted)[0]
     started, _, ended = damaged.records
     healing = replace(started, mode="heal")
     probed = (healing, record("injected", 1, STEP, has_probe=True), ended)
