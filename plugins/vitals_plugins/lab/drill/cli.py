@@ -237,6 +237,8 @@ def _copy_notes(copied: CopiedProject | None) -> tuple[str, ...]:
     reasons = [f"{path} ({reason})" for path, reason in copied.omitted.items()]
     if reasons:
         notes.append(f"Not copied: {join_names(reasons)}.")
+    if copied.changed:
+        notes.append(f"Changed while they were copied: {join_names(copied.changed)}.")
     return tuple(notes)
 
 

@@ -24,7 +24,6 @@ class FaultSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One fault of a drill."""
 
     name: str
-    help: str
     num_steps: int = 60
     """Steps that are trained after the fault."""
     min_ranks: int = 1
@@ -43,19 +42,17 @@ class FaultSpec(msgspec.Struct, frozen=True, kw_only=True):
 FAULTS: dict[str, FaultSpec] = {
     spec.name: spec
     for spec in (
-        FaultSpec(name="nan_gradient", help="NaN in one gradient of one rank", num_steps=30),
-        FaultSpec(name="spike", help="gradients of all ranks times 1e6", num_steps=30),
-        FaultSpec(name="poisoned_window", help="8 batches with damaged inputs"),
+        FaultSpec(name="nan_gradient", num_steps=30),
+        FaultSpec(name="spike", num_steps=30),
+        FaultSpec(name="poisoned_window"),
         FaultSpec(
             name="nan_parameters",
-            help="NaN in the parameters of one rank",
             alerts=("TrainingHalted", "NonFiniteState", "StateDamaged"),
             is_repaired=True,
         ),
         # Each parameter is compared every 50 steps; the next comparison names the rank.
         FaultSpec(
             name="bit_flip",
-            help="one bit of one parameter of one rank",
             num_steps=110,
             min_ranks=2,
             alerts=("ReplicaCorrupted",),
@@ -64,33 +61,29 @@ FAULTS: dict[str, FaultSpec] = {
         # 20 of 32 steps must be late.
         FaultSpec(
             name="slow_rank",
-            help="half the speed on one rank",
             num_steps=100,
             min_ranks=2,
             alerts=("StragglerRank",),
         ),
         FaultSpec(
             name="stopped_rank",
-            help="SIGSTOP of one rank",
             num_steps=30,
             min_ranks=2,
             alerts=("RankHung",),
         ),
         FaultSpec(
             name="killed_rank",
-            help="SIGKILL of one rank",
             alerts=("RankLost", "RunLost", "RunFailed"),
             is_restarted=True,
         ),
         FaultSpec(
             name="forgotten_lr",
-            help="10 times the learning rate after SIGKILL and a second start",
             alerts=("LearningRateAnomaly",),
             is_restarted=True,
         ),
-        FaultSpec(name="killed_agent", help="SIGKILL of the node's agent", num_steps=30),
-        FaultSpec(name="collector_down", help="SIGKILL of the collector, and a new start"),
-        FaultSpec(name="full_disk", help="no space in VITALS_DIR for a while", num_steps=30),
+        FaultSpec(name="killed_agent", num_steps=30),
+        FaultSpec(name="collector_down"),
+        FaultSpec(name="full_disk", num_steps=30),
     )
 }
 """All faults, in the order in which a drill injects them."""

@@ -230,14 +230,11 @@ class DrillRunner:
         """Return whether an alert of a drilled run has arrived at the receiver."""
         return any(each.name in names for each in self._receiver.firing(run_id))
 
-    def _wait_until(self, condition: Callable[[], bool], seconds: float = PAGE_SECONDS) -> bool:
-        """Wait for a condition of a drilled training; return whether it came true."""
-        end = time.monotonic() + seconds
-        while not condition():
-            if time.monotonic() > end:
-                return False
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition of a drilled training comes true, for a while."""
+        end = time.monotonic() + PAGE_SECONDS
+        while not condition() and time.monotonic() < end:
             time.sleep(LOOK_SECONDS)
-        return True
 
     def _read_run(
         self, training: _Training, facts: DrillFacts, spec: FaultSpec | None
