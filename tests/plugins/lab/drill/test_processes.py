@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -52,6 +53,16 @@ def test_a_stopped_process_is_ended_and_that_of_another_training_continues(tmp_p
     assert second.wait() < 0
 
 
+def working_below(directory: Path) -> list[psutil.Process]:
+    """Return the processes whose working directory is below this one."""
+    processes = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if directory in Path(process.cwd()).parents:
+                processes.append(process)
+    return processes
+
+
 @pytest.mark.dist
 def test_a_killed_drill_leaves_no_process_and_no_directory(tmp_path):
     project, temporary = tmp_path / "project", tmp_path / "t"
@@ -72,9 +83,10 @@ def test_a_killed_drill_leaves_no_process_and_no_directory(tmp_path):
         return "\n".join(" ".join(each.cmdline()) for each in find_processes(temporary))
 
     try:
-        until(lambda: "loop.py" in words() and "agent" in words() and "collector" in words())
+        for word in ("trainvitals collector", "loop.py", "agent"):
+            until(lambda word=word: word in words())
     finally:
         drill.kill()
         drill.wait()
-    until(lambda: not find_processes(temporary))
+    until(lambda: not find_processes(temporary) and not working_below(temporary))
     until(lambda: not list(temporary.glob("vd-*")))
