@@ -321,13 +321,20 @@ class DrillFeature(StepFeature):
     @torch.no_grad()
     def _inject_bit_flip(self, step: int) -> None:
         """Flip the highest bit of the fraction of one parameter element."""
-        if self._run.replicas is None:
+        replicas = self._run.replicas
+        params = [
+            local_tensor(param)
+            for param in self._run.device.norms.params
+            # A shard of FSDP2, also in a model in which ranks compare other tensors.
+            if all(each.is_replicate() for each in getattr(param, "placements", ()))
+            and param.dtype in _EXPONENT_BITS
+        ]
+        if replicas is None or not replicas.keys or not params:
             text = "no other rank holds the same parameters"
             self._recorder.write("impossible", step=step, text=text)
             return
         self._record(step)
-        params = [local_tensor(param) for param in self._run.device.norms.params]
-        param = max((p for p in params if p.dtype in _EXPONENT_BITS), key=Tensor.numel)
+        param = max(params, key=Tensor.numel)
         index = (0,) * param.dim()
         num_bits = 8 * param.element_size()
         bit = 1 << (num_bits - 2 - _EXPONENT_BITS[param.dtype])
