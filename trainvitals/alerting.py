@@ -451,6 +451,60 @@ ALERTS: tuple[AlertSpec, ...] = (
         "trained on them.",
     ),
     AlertSpec(
+        name="RewardOverconfident",
+        severity="notify",
+        point=True,
+        help="The margins of preference pairs grow, while an evaluation ranks fewer pairs "
+        "correctly or is worse than guessing.",
+        to_do="Use the checkpoint with the best evaluation; train for fewer epochs or on more "
+        "pairs.",
+    ),
+    AlertSpec(
+        name="RowsMemorized",
+        severity="notify",
+        point=True,
+        help="SFT memorizes its rows: the training loss falls, while the evaluation loss rises.",
+        to_do="Use the checkpoint with the best evaluation; train for fewer epochs or on more "
+        "rows, and look for rows that contain their answer.",
+    ),
+    AlertSpec(
+        name="NothingToLearn",
+        severity="notify",
+        point=True,
+        help="The training loss of SFT is near 0 from the first step on.",
+        to_do="Decode some labels: the model was trained on these rows, or prompts contain the "
+        "answers.",
+    ),
+    AlertSpec(
+        name="BaseModelDestroyed",
+        severity="notify",
+        point=True,
+        help="The first updates of SFT raised the loss far above that of the base model.",
+        to_do="Start again from the base model with a tenth of the learning rate.",
+    ),
+    AlertSpec(
+        name="LabelsWrong",
+        severity="notify",
+        point=True,
+        help="SFT trains the wrong tokens: padding, prompts, or completions without an end.",
+        to_do="Decode the labels of some rows; set those of padding and prompts to -100, and end "
+        "each completion with the end-of-sequence token.",
+    ),
+    AlertSpec(
+        name="AdapterNotTrained",
+        severity="notify",
+        point=True,
+        help="No LoRA adapter is in the optimizer, or none has a gradient.",
+        to_do="Make the optimizer after the adapter, from parameters with requires_grad.",
+    ),
+    AlertSpec(
+        name="BaseNotFrozen",
+        severity="notify",
+        point=True,
+        help="The optimizer trains the base weights of layers with a LoRA adapter.",
+        to_do="Set requires_grad to False for all parameters except the adapters.",
+    ),
+    AlertSpec(
         name="LossScaleCollapsed",
         severity="notify",
         point=True,

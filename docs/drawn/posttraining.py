@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from docs.drawn.entry import Entry
 from docs.drawn.runs import logged
 from docs.drawn.svg import Panel
-from trainvitals.detect.posttraining import policy, preference, sampling
+from trainvitals.detect.posttraining import adapters, policy, preference, sampling, supervised
 from trainvitals.detect.posttraining.settings import PostTrainingConfig
 
 Rows = Sequence[dict[str, float]]
@@ -154,6 +154,88 @@ def preference_pairs() -> list[Panel]:
     ]  # fmt: skip
 
 
+def overconfidence() -> list[Panel]:
+    """Margins that grow while an evaluation becomes worse; with a steady one."""
+    lines = {"margin": "margin", "loss of the evaluation": "eval/loss"}
+
+    def evaluated(of: Callable[[int], float]) -> Rows:
+        rows = _rows(margin=_noisy(17, _rise(0.0, 6.0, 100), 0.5))
+        for n in range(9, _STEPS, 10):
+            rows[n]["eval/loss"] = of(n)
+        return rows
+
+    worse = _noisy(18, lambda n: 0.65 - _rise(0.0, 0.2, 30)(n) + _rise(0.0, 1.2, 100, 40)(n))
+    steady = _noisy(19, _decay(0.65, 0.35, 80))
+    return [
+        logged("the evaluation becomes worse than guessing", evaluated(worse), "overconfidence",
+               lines=lines, task="reward_model", y_label="nats"),
+        logged("silent: the same margins, and a better evaluation", evaluated(steady),
+               lines=lines, task="reward_model", y_label="nats"),
+    ]  # fmt: skip
+
+
+_TUNED = {"training": "loss", "evaluation": "eval/loss"}
+
+
+def _tuned(training: Callable[[int], float], evaluated: Callable[[int], float]) -> Rows:
+    """Return the losses of an SFT with an epoch per 30 steps."""
+    rows = _rows(loss=training, epoch=lambda n: (n + 1) / 30)
+    for n in range(9, _STEPS, 10):
+        rows[n]["eval/loss"] = evaluated(n)
+    return rows
+
+
+def memorized() -> list[Panel]:
+    """Training losses that fall away from the evaluation; an easy task."""
+    rises = _noisy(20, lambda n: _rise(2.0, 1.4, 30)(n) + _rise(0.0, 0.9, 90, 40)(n))
+    steps = _noisy(21, lambda n: 2.0 - 0.35 * (n // 30), 0.1)
+    return [
+        logged("the training loss is near 0, and the evaluation rises",
+               _tuned(_noisy(22, _decay(2.0, 0.03, 70)), rises), "memorized", lines=_TUNED,
+               task="sft", y_label="loss"),
+        logged("the training loss falls only at the start of an epoch",
+               _tuned(steps, rises), "memorized", lines=_TUNED, task="sft", y_label="loss"),
+        logged("silent: an easy task, in which the evaluation falls as far",
+               _tuned(_noisy(22, _decay(2.0, 0.05, 70)), _decay(2.0, 0.06, 70)), lines=_TUNED,
+               task="sft", y_label="loss"),
+    ]  # fmt: skip
+
+
+def forgetting() -> list[Panel]:
+    """First updates that destroy the base model; a loss that rises somewhat."""
+    destroyed = _noisy(23, lambda n: _rise(1.5, 6.0, 5)(n) - _rise(0.0, 2.0, 120, 5)(n), 0.3)
+    usual = _noisy(24, lambda n: _rise(1.5, 2.0, 10)(n) - _rise(0.0, 0.8, 60, 10)(n), 0.3)
+    return [
+        logged("the loss rises to four times that of the base model", _rows(loss=destroyed),
+               "forgetting", lines={"loss": "loss"}, task="sft", y_label="loss"),
+        logged("silent: it rises somewhat, and recovers", _rows(loss=usual),
+               lines={"loss": "loss"}, task="sft", y_label="loss"),
+    ]  # fmt: skip
+
+
+def labels() -> list[Panel]:
+    """Labels of padding; rows that all have an end."""
+    padding, ends = "labels/padding_share", "labels/end_share"
+    return [
+        logged("a third of the labels is padding", [{}, {padding: 0.33, ends: 1.0}], "labels",
+               lines={"share of padding": padding}, task="sft", y_label="share"),
+        logged("silent: no padding, and each row has an end", [{}, {padding: 0.0, ends: 1.0}],
+               lines={"share of rows with an end": ends}, task="sft", y_label="share"),
+    ]  # fmt: skip
+
+
+def adapter_counts() -> list[Panel]:
+    """A base that is trained; one that is frozen."""
+    base = "lora/base_share"
+    lines = {"share of trained base weights": base}
+    return [
+        logged("the adapted layers are trained too", [{}, {base: 1.0}], "adapter", lines=lines,
+               task="sft", y_label="share"),
+        logged("silent: only the adapters are", [{}, {base: 0.0}], lines=lines, task="sft",
+               y_label="share"),
+    ]  # fmt: skip
+
+
 ENTRIES = (
     Entry(
         name="policy_collapse",
@@ -217,6 +299,47 @@ ENTRIES = (
         needs="a run that compares pairs: log-probabilities with the chosen reward or as means per "
         "token, or the accuracy from the first step on.",
         examples=preference_pairs,
+    ),
+    Entry(
+        name="overconfidence",
+        title="Overconfident rewards",
+        owner=preference.OverconfidenceWatcher,
+        needs="a reward model or DPO: the margin of the pairs, and evaluations with their accuracy "
+        "or, for a reward model, their loss.",
+        examples=overconfidence,
+    ),
+    Entry(
+        name="memorized",
+        title="Memorized rows",
+        owner=supervised.MemorizedWatcher,
+        needs="SFT with the training loss and evaluations; for repeated epochs also `epoch`, and "
+        "10 logged values per epoch.",
+        examples=memorized,
+        module=supervised,
+    ),
+    Entry(
+        name="forgetting",
+        title="Base model destroyed",
+        owner=supervised.ForgettingWatcher,
+        needs="SFT with the training loss from the first step on.",
+        examples=forgetting,
+    ),
+    Entry(
+        name="labels",
+        title="Wrong labels",
+        owner=supervised.LabelsWatcher,
+        needs="SFT with the shares of labels that the Hugging Face callback counts in the first 8 "
+        "batches, or that the loop records.",
+        examples=labels,
+    ),
+    Entry(
+        name="adapter",
+        title="LoRA adapters",
+        owner=adapters.AdapterWatcher,
+        needs="a model whose adapters have names that start with `lora_`, as in PEFT and "
+        "torchtune.",
+        examples=adapter_counts,
+        module=adapters,
     ),
 )
 """The detectors that are drawn here."""

@@ -31,7 +31,7 @@ def test_a_report_before_the_onset_or_by_another_name_is_not_right():
     assert [17, None, None] == [outcome.delay for outcome in (right, early, other)]
     rows = rows_of([right, early, other, Outcome(kind="solved", seed=1, num_pages=1)])
     assert 100 / 3 == rows["faults reported by name, held-out seeds"]
-    assert 100 / 3 == rows["runs with a report whose first one is right, held-out seeds"]
+    assert 100 / 3 == rows["first reports that are right, held-out seeds"]
     assert 1 == rows["healthy runs with a page, held-out seeds"]
     assert 0 == rows["healthy runs with an action, held-out seeds"]
 
@@ -47,3 +47,14 @@ def test_two_trainings_are_judged_and_do_not_run_again(tmp_path):
         entry.plain() for entry in measure_trainings(quick=True, options=options)
     ]
     assert size == results.stat().st_size
+
+
+def test_a_report_before_the_loss_and_the_wait_after_a_low_entropy_are_counted():
+    early = Outcome(kind="SFT, few rows", seed=1, findings=[(40, "memorized")], lost_at=41)
+    late = Outcome(kind="SFT, few rows", seed=3, findings=[(60, "memorized")], lost_at=41)
+    toy = Outcome(
+        kind="reward without signal", seed=1, findings=[(50, "policy_collapse")], low_entropy_at=38
+    )
+    rows = rows_of([early, late, toy])
+    assert 50 == rows["faults reported before a tenth of the success was lost, held-out seeds"]
+    assert 12 == rows["from a tenth of the entropy to the report, longest, held-out seeds"]

@@ -117,7 +117,7 @@ def test_an_undeclared_run_and_other_ranks_are_not_judged(job: Job):
     assert [] == job.found()
 
 
-def test_a_kind_of_run_without_detectors_is_not_judged(job: Job):
+def test_the_scalars_of_another_kind_of_run_are_not_judged(job: Job):
     start(job, task="sft")
     job.train(range(112))
     job.place.send(logged(job.ranks[0], DEAD))

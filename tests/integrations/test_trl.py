@@ -39,10 +39,13 @@ REJECTED = [f" w{(n + 5) % 12} w{(n + 3) % 12}" for n in range(32)]
 PAIRS = {"prompt": PROMPTS, "chosen": CHOSEN, "rejected": REJECTED}
 TEXTS = {"text": [a + b for a, b in zip(PROMPTS, CHOSEN, strict=True)]}
 SAMPLED = {"num_generations": 4, "max_completion_length": 6, "beta": 0.04}
+RATED = {"prompt": PROMPTS, "completion": CHOSEN, "label": [n % 2 == 0 for n in range(32)]}
+COMPLETED = {"prompt": PROMPTS, "completion": CHOSEN}
 TASKS = {
-    "sft": ("SFT", TEXTS, {"max_length": 16}, set()),
+    "sft": ("SFT", TEXTS, {"max_length": 16}, {"loss", "epoch", "padding_labels", "end_labels"}),
     "dpo": ("DPO", PAIRS, {"max_length": 16}, {"chosen_logp", "rejected_logp", "accuracy"}),
-    "reward_model": ("Reward", PAIRS, {"max_length": 16}, {"accuracy"}),
+    "kto": ("KTO", RATED, {"max_length": 16}, {"chosen_logp", "rejected_logp", "margin"}),
+    "reward_model": ("Reward", PAIRS, {"max_length": 16}, {"accuracy", "margin"}),
     "grpo": ("GRPO", {"prompt": PROMPTS}, SAMPLED, {"reward", "entropy", "kl", "dead_share"}),
     "rloo": ("RLOO", {"prompt": PROMPTS}, SAMPLED, {"reward", "entropy", "kl", "dead_share"}),
 }
@@ -108,9 +111,12 @@ def count(completions, **_) -> list[float]:
     return [float(text.count("w3")) for text in completions]
 
 
-def trained(task: str, folder, *, bad: int | None = None, guard: bool = True) -> Seen:
-    name, data, arguments, _ = TASKS[task]
-    seen = Seen(bad)
+def trained(
+    task: str, folder, *, bad: int | None = None, guard: bool = True, data=None, thaw=False, **more
+) -> Seen:
+    name, default_data, arguments, _ = TASKS[task]
+    seen, peft_config = Seen(bad), more.pop("peft_config", None)
+    arguments = {**arguments, **more}
     trainer = getattr(trl, f"{name}Trainer")(
         model=model(task, folder / "model"),
         args=getattr(trl, f"{name}Config")(
@@ -127,11 +133,14 @@ def trained(task: str, folder, *, bad: int | None = None, guard: bool = True) ->
             disable_tqdm=True,
             **arguments,
         ),
-        train_dataset=Dataset.from_dict(data),
+        train_dataset=Dataset.from_dict(data or default_data),
         processing_class=tokenizer(),
         callbacks=[seen],
         **({"reward_funcs": count} if "num_generations" in arguments else {}),
+        **({} if peft_config is None else {"peft_config": peft_config}),
     )
+    if thaw:
+        trainer.model.requires_grad_(True)
     if guard:
         trainer.add_callback(VitalsCallback(trainer))
     trainer.train()
@@ -151,9 +160,51 @@ def test_a_training_is_what_it_was_without_us_up_to_a_step_that_is_skipped(tmp_p
     assert [BAD] == [number for number, (one, other) in enumerate(steps, 1) if same(one, other)]
     (started,) = [e for e in Journal(tmp_path / "shm").events if isinstance(e, RunStarted)]
     assert task == started.info.task
-    names = set().union(*(read_quantities(numbers_of(log)) for log in guarded.logs))
-    assert TASKS[task][3] <= names
+    assert TASKS[task][3] <= quantities_in(tmp_path).keys()
 
 
-def numbers_of(log) -> dict[str, float]:
-    return {name: float(value) for name, value in log.items() if isinstance(value, int | float)}
+def quantities_in(folder) -> dict[str, float]:
+    """Return the quantities that detectors get, with their latest values."""
+    scalars = Journal(folder / "shm").scalars()
+    return read_quantities({name: value for _, name, value in scalars})
+
+
+def counts_in(folder) -> dict[str, float]:
+    """Return the counts of labels and adapters."""
+    quantities = quantities_in(folder)
+    return {name: quantities[name] for name in quantities if name.endswith(COUNTED)}
+
+
+COUNTED = ("_labels", "_optimizer", "_gradient")
+
+
+def test_labels_of_a_healthy_fine_tuning_are_counted(tmp_path):
+    trained("sft", tmp_path)
+    assert {"padding_labels": 0.0, "end_labels": 1.0} == counts_in(tmp_path)
+
+
+def test_labels_of_prompts_are_counted_from_the_dataset(tmp_path):
+    trained("sft", tmp_path, data=COMPLETED, completion_only_loss=False)
+    assert 1.0 == counts_in(tmp_path)["prompt_labels"]
+
+
+def test_masked_prompts_are_no_finding(tmp_path):
+    trained("sft", tmp_path, data=COMPLETED)
+    assert {"padding_labels": 0.0, "end_labels": 1.0} == counts_in(tmp_path)
+
+
+def test_rows_without_an_end_are_counted(tmp_path):
+    trained(
+        "sft", tmp_path, data={"input_ids": [[4, 5 + n % 9, 6][: 2 + n % 2] for n in range(32)]}
+    )
+    assert 0.0 == counts_in(tmp_path)["end_labels"]
+
+
+@pytest.mark.parametrize(("thaw", "share"), [(False, 0.0), (True, 1.0)])
+def test_adapters_of_peft_and_a_base_that_was_unfrozen(tmp_path, thaw, share):
+    peft = pytest.importorskip("peft", reason="not installed: peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    trained("sft", tmp_path, peft_config=config, thaw=thaw)
+    counts = counts_in(tmp_path)
+    assert (1.0, 1.0) == (counts["adapters_in_optimizer"], counts["adapters_with_gradient"])
+    assert share == counts["base_in_optimizer"]

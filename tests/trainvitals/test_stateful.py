@@ -204,6 +204,12 @@ OF_SCALARS = {
     "sampler_gap": "place episode beyond_since gap",
     "preference": "place episode beyond_since chosen rejected rewards first first_at early "
     "first_step num_pairs is_start_judged",
+    "overconfidence": "place episode beyond_since margins accuracies accuracy loss num_worse",
+    "memorized": "place episode beyond_since recent evaluated best best_step drops last_epoch "
+    "start start_at is_start_judged",
+    "forgetting": "place episode beyond_since recent first first_step num is_judged",
+    "labels": "place episode beyond_since reported",
+    "adapter": "place episode beyond_since reported",
 }
 
 
@@ -215,7 +221,9 @@ def test_the_keys_of_what_checkpoints_hold_do_not_change() -> None:
 
 
 def test_the_keys_of_the_detectors_over_scalars_do_not_change() -> None:
-    states = [PostTrainingDetectors(task).state_dict()["watchers"] for task in ("grpo", "dpo")]
+    states = [
+        PostTrainingDetectors(task).state_dict()["watchers"] for task in ("grpo", "dpo", "sft")
+    ]
     kept = {name: " ".join(state) for of_task in states for name, state in of_task.items()}
     assert OF_SCALARS == kept
 

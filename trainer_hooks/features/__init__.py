@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer_hooks.exchange.reduce_vector import VectorFields
+from trainer_hooks.features.adapters import AdaptersFeature
 from trainer_hooks.features.added_groups import AddedGroupsFeature
 from trainer_hooks.features.agreement import AgreementFeature
 from trainer_hooks.features.attempts import AttemptsFeature
@@ -43,6 +44,7 @@ FEATURES: list[type[StepFeature]] = [
     AutoClipFeature,
     ReplicasFeature,
     PostTrainingFeature,
+    AdaptersFeature,
 ]
 """All features, in the order in which a step calls them; also the order of their slots."""
 

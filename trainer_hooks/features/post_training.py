@@ -13,7 +13,7 @@ from trainer_hooks.exchange.reduce_vector import Slots
 from trainer_hooks.repro.completions import CompletionRing, CompletionWriter
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
-from trainvitals.detect.posttraining.names import COLLAPSES, TASKS, is_read
+from trainvitals.detect.posttraining.names import COLLAPSES, TASKS, is_of_policy, is_read
 from trainvitals.io.completions import StoredCompletions
 from trainvitals.records import AttemptStarted, Finding
 
@@ -234,7 +234,8 @@ class _ScalarJudge:
         if self._logged_at != (attempt, step):
             self._judge_step()
             self._logged_at = (attempt, step)
-        self._scalars[name], self.has_read = value, True
+        self._scalars[name] = value
+        self.has_read |= is_of_policy(name)
 
     def judge(self, *, before_step: int, attempt: int) -> list[Finding]:
         """Return the post-training findings about the scalars of earlier steps."""

@@ -20,6 +20,7 @@ from trainer_hooks._attach import Attached
 from trainer_hooks.integrations import accelerate
 from trainer_hooks.integrations.framework import Options, is_off, require_version
 from trainer_hooks.lifecycle.shutdown import EndState
+from trainer_hooks.measures.labels import PROMPT_MASKS, LabelCounts, count_prompt_labels
 from trainvitals.detect.posttraining.names import task_of_class
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
@@ -29,6 +30,10 @@ require_version("transformers", "5.0", extra="huggingface")
 from transformers import Trainer  # noqa: E402
 from transformers.trainer_callback import ExportableState, TrainerCallback  # noqa: E402
 
+_LABEL_BATCHES = 8
+"""Batches at the start of an SFT whose labels are counted."""
+_FIRST_ROWS = 16
+"""Rows of the dataset whose masks are read."""
 _LOG = logging.getLogger("trainvitals")
 
 
@@ -116,6 +121,10 @@ class VitalsCallback(TrainerCallback, ExportableState):
             accelerate.replace_method(
                 attached, trainer, "compute_loss", _TrainerBatchKeeper(trainer, attached)
             )
+        if options.get("task") == "sft" and trainer.is_world_process_zero():
+            accelerate.replace_method(
+                attached, trainer, "training_step", _LabelReader(trainer, attached)
+            )
         return attached
 
     def _refuse_copy(self) -> None:
@@ -177,6 +186,68 @@ class _TrainerBatchKeeper:
         """Return the trainer's mean loss over the batch, without its scaling by accumulation."""
         with self._trainer.compute_loss_context_manager():
             return real(model, inputs).mean()
+
+
+class _LabelReader:
+    """Counts the labels in the first batches of an SFT trainer, as the model gets them."""
+
+    def __init__(self, trainer: Any, attached: Attached) -> None:
+        self._trainer = trainer
+        self._attached = attached
+        self._counts: LabelCounts | None = None
+        self._num_batches = 0
+
+    def __call__(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._num_batches < _LABEL_BATCHES and isinstance(self._attached, Attached):
+                self._num_batches += 1
+                with self._attached._run.faults.fail_open("labels"):
+                    self._read(inputs)
+            return real(model, inputs, *args, **kwargs)
+
+        return training_step
+
+    def _read(self, inputs: Any) -> None:
+        """Count the labels of a batch; after the last one record them."""
+        trainer = self._trainer
+        if self._counts is None:
+            limit = getattr(trainer.args, "max_length", -1)
+            self._counts = LabelCounts(_end_ids(trainer), None if limit == -1 else limit or 0)
+        if isinstance(inputs, Mapping):
+            self._counts.add(inputs)
+        if self._num_batches == _LABEL_BATCHES:
+            rows = _first_rows(trainer.train_dataset)
+            self._attached.observe(**{**count_prompt_labels(rows), **self._counts.shares()})
+
+
+def _end_ids(trainer: Any) -> set[int]:
+    """Return all tokens that end a completion: of the tokenizer, the model and its generation."""
+    processing = getattr(trainer, "processing_class", None)
+    holders = [
+        getattr(processing, "tokenizer", processing),
+        getattr(trainer.model, "config", None),
+        getattr(trainer.model, "generation_config", None),
+    ]
+    end_ids: set[int] = set()
+    for holder in holders:
+        ids = getattr(holder, "eos_token_id", None)
+        end_ids |= {n for n in (ids if isinstance(ids, list | tuple) else [ids]) if n is not None}
+    return end_ids
+
+
+def _first_rows(dataset: Any) -> Mapping[str, Any]:
+    """Return tokens, labels and masks of the first rows of a trainer's dataset, if it is stored.
+
+    A dataset that transforms rows as they are read is left alone: it may draw random numbers.
+    """
+    names = getattr(dataset, "column_names", None) or ()
+    wanted = [name for name in ("input_ids", "labels", *PROMPT_MASKS) if name in names]
+    if "input_ids" not in wanted or getattr(dataset, "format", {}).get("type") == "custom":
+        return {}
+    if not hasattr(dataset, "select_columns") or not hasattr(dataset, "__len__"):
+        return {}
+    rows: Mapping[str, Any] = dataset.select_columns(wanted)[:_FIRST_ROWS]
+    return rows
 
 
 def _metric_name(name: str) -> str:

@@ -147,7 +147,7 @@ class MonitorBase:
             if watched is None:
                 raise UsageError(
                     "observe_samples() keeps nothing: this run declares no kind of post-training",
-                    hint="watch(..., task='grpo'); with sft and kto only the loss is judged",
+                    hint="watch(..., task='grpo'); with sft no completions are kept",
                 )
             to_list = getattr(rewards, "tolist", None)
             numbers = rewards if to_list is None else to_list()

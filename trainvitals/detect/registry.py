@@ -128,6 +128,20 @@ _KINDS = (
         alert="ChosenImprobable",
         alerts={"preference_leak": "PreferenceLeaked"},
     ),
+    Kind(name="overconfidence", alert="RewardOverconfident"),
+    Kind(
+        name="memorized",
+        alert="RowsMemorized",
+        alerts={"known_rows": "NothingToLearn"},
+        causes=("epochs_repeated",),
+    ),
+    Kind(name="forgetting", alert="BaseModelDestroyed"),
+    Kind(
+        name="labels",
+        alert="LabelsWrong",
+        causes=("padding_labels", "no_end_label", "prompt_labels"),
+    ),
+    Kind(name="adapter", alert="AdapterNotTrained", alerts={"base_trained": "BaseNotFrozen"}),
     Kind(name="throughput", alert="ThroughputFell", domain="speed"),
     _machine_kind("data_bound", "DataBound", "speed", causes=("data_bound_rank", "loader_stall")),
     _machine_kind(
@@ -269,6 +283,11 @@ _DETECTORS = (
     _detector("collector", "policy_ratio"),
     _detector("collector", "sampler_gap"),
     _detector("collector", "preference"),
+    _detector("collector", "overconfidence"),
+    _detector("collector", "memorized"),
+    _detector("collector", "forgetting"),
+    _detector("collector", "labels"),
+    _detector("collector", "adapter"),
     # Over the heartbeats of the ranks; in the collector for a job on several nodes.
     _detector("agent", "hang", "waiting", "hang"),
     # Over the samples of a node's GPUs.

@@ -17,6 +17,7 @@ from trainvitals.records import (
     DecisionMade,
     Finding,
     FindingRaised,
+    NamesDefined,
     Note,
     StateRead,
     decode_events,
@@ -48,6 +49,9 @@ class Ledger:
     readings: list[tuple[int, int, StateRead]] = field(default_factory=list)
     """What was read of the state, each with the attempt and the step of its event."""
     notes: Counter[str] = field(default_factory=Counter)
+    _scalars: list[tuple[int, int, float]] = field(default_factory=list)
+    """Step, name and value of each recorded scalar."""
+    _names: dict[int, str] = field(default_factory=dict)
     _readers: dict[Path, JournalReader] = field(default_factory=dict)
     _row: int = 0
 
@@ -66,6 +70,14 @@ class Ledger:
             for start in range(0, len(batch.rows), schema.row_size):
                 row = schema.unpack(memoryview(batch.rows)[start : start + schema.row_size])
                 self._take_step(row)
+        elif schema.stream == "scalars":
+            for start in range(0, len(batch.rows), schema.row_size):
+                row = schema.unpack(memoryview(batch.rows)[start : start + schema.row_size])
+                step, name, value = row["step"], row["name"], row["value"]
+                assert isinstance(step, int)
+                assert isinstance(name, int)
+                assert isinstance(value, float)
+                self._scalars.append((step, name, value))
         elif schema.stream == "events":
             for event_row in decode_events(schema, batch.rows):
                 event = event_row.event
@@ -75,6 +87,8 @@ class Ledger:
                     self.findings.append(event.finding)
                 elif isinstance(event, StateRead):
                     self.readings.append((event_row.attempt, event_row.step, event))
+                elif isinstance(event, NamesDefined):
+                    self._names |= event.names if event.stream == "scalars" else {}
                 elif isinstance(event, Note):
                     self.notes[event.code] += 1
 
@@ -116,6 +130,13 @@ class Ledger:
     def num_pages(self) -> int:
         """Return how many alerts page."""
         return sum(alert.severity == "page" for alert in self._alerts())
+
+    def scalars(self) -> dict[int, dict[str, float]]:
+        """Return the recorded scalars of each step, in order."""
+        by_step: dict[int, dict[str, float]] = {}
+        for step, name, value in self._scalars:
+            by_step.setdefault(step, {})[self._names[name]] = value
+        return dict(sorted(by_step.items()))
 
     def reported_after(self, begin: int) -> int | None:
         """Return the steps from ``begin`` to the first finding or decision; None: there is none."""

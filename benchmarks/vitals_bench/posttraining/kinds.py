@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainvitals.detect.posttraining.names import Task
 from vitals_bench.posttraining.pairs import Compared
@@ -21,6 +21,7 @@ from vitals_bench.posttraining.policy import (
     switched,
     wandering,
 )
+from vitals_bench.posttraining.supervised import Tuned
 
 ONSET = 80
 """First step of faults that begin later."""
@@ -31,7 +32,7 @@ class Kind:
     """A kind of training."""
 
     task: Task
-    run: Sampled | Compared
+    run: Sampled | Compared | Tuned
     steps: int = 200
     detectors: tuple[str, ...] = ()
     """Detectors of which one names the fault; none: the training is healthy."""
@@ -47,6 +48,11 @@ def _compared(run: Compared, *detectors: str, steps: int = 120) -> Kind:
     return Kind(task=run.algorithm, run=run, detectors=detectors, steps=steps)
 
 
+def _tuned(run: Tuned, *detectors: str, steps: int = 200) -> Kind:
+    return Kind(task=run.algorithm, run=run, detectors=detectors, steps=steps)
+
+
+_RANKS = Tuned(algorithm="reward_model", base_steps=0)
 _SOLVED = matches(6)
 _LOST = ("policy_collapse", "kl_runaway")
 
@@ -55,11 +61,14 @@ FAULTS: Mapping[str, Kind] = {
         Sampled(rewards=noise, learning_rate=0.1, beta=0.0), *_LOST, steps=240
     ),
     "signal lost": _sampled(
-        Sampled(rewards=switched(_SOLVED, noise, ONSET), learning_rate=0.03, beta=0.0),
+        Sampled(
+            rewards=switched(_SOLVED, noise, ONSET), truth=_SOLVED, learning_rate=0.03, beta=0.0
+        ),
         *_LOST, onset=ONSET, steps=240,
     ),
     "parser breaks": _sampled(
-        Sampled(rewards=switched(_SOLVED, constant(0.0), ONSET)), "dead_reward", onset=ONSET
+        Sampled(rewards=switched(_SOLVED, constant(0.0), ONSET), truth=_SOLVED),
+        "dead_reward", onset=ONSET,
     ),
     "constant reward": _sampled(Sampled(rewards=constant(0.5)), "dead_reward"),
     "task too hard": _sampled(Sampled(rewards=exact(matches(9))), "dead_reward"),
@@ -95,7 +104,9 @@ FAULTS: Mapping[str, Kind] = {
         "policy_ratio", steps=400,
     ),
     "RLOO, parser breaks": _sampled(
-        Sampled(rewards=switched(_SOLVED, constant(0.0), ONSET), algorithm="rloo"),
+        Sampled(
+            rewards=switched(_SOLVED, constant(0.0), ONSET), truth=_SOLVED, algorithm="rloo"
+        ),
         "dead_reward", onset=ONSET,
     ),
     "DPO, equal pairs": _compared(
@@ -105,6 +116,26 @@ FAULTS: Mapping[str, Kind] = {
     "reward model, leak": _compared(
         Compared(algorithm="reward_model", has_leak=True, learning_rate=3e-2), "preference"
     ),
+    "reward model, few pairs": _tuned(
+        replace(_RANKS, rows=96, label_noise=0.3, learning_rate=0.01), "overconfidence"
+    ),
+    "SFT, few rows": _tuned(Tuned(rows=48, learning_rate=0.01), "memorized"),
+    "SFT, answer in the prompt": _tuned(
+        Tuned(has_answer=True, noise=0.0, learning_rate=0.01), "memorized"
+    ),
+    "SFT, epochs repeated": _tuned(Tuned(rows=320, noise=0.7, memory_rate=0.3), "memorized"),
+    "SFT, rows known before": _tuned(
+        Tuned(noise=0.0, has_same_base=True, base_steps=300), "memorized"
+    ),
+    "SFT, rate of pre-training": _tuned(
+        Tuned(has_same_base=True, learning_rate=0.3), "forgetting"
+    ),
+    "SFT, labels of padding": _tuned(Tuned(labels="padded"), "labels", steps=60),
+    "SFT, labels of prompts": _tuned(Tuned(labels="all"), "labels", steps=60),
+    "SFT, no end": _tuned(Tuned(labels="without end"), "labels", steps=60),
+    "LoRA, not in the optimizer": _tuned(Tuned(lora="not in optimizer"), "adapter", steps=60),
+    "LoRA, not active": _tuned(Tuned(lora="inactive"), "adapter", steps=60),
+    "LoRA, base not frozen": _tuned(Tuned(lora="base trained"), "adapter", steps=60),
 }  # fmt: skip
 
 HEALTHY: Mapping[str, Kind] = {
@@ -122,6 +153,15 @@ HEALTHY: Mapping[str, Kind] = {
     "DPO, large rate": _compared(Compared(learning_rate=1e-3)),
     "SFT": _compared(Compared(algorithm="sft", learning_rate=0.01)),
     "reward model": _compared(Compared(algorithm="reward_model", learning_rate=3e-3)),
+    "reward model, certain": _tuned(_RANKS),
+    "reward model, noisy labels": _tuned(replace(_RANKS, label_noise=0.15, learning_rate=0.005)),
+    "SFT, easy": _tuned(Tuned(noise=0.0, learning_rate=0.01)),
+    "SFT, several epochs": _tuned(Tuned(rows=512)),
+    "SFT, remembers rows": _tuned(Tuned(rows=320, memory_rate=0.03)),
+    "SFT, warmup": _tuned(Tuned(warmup=50, learning_rate=0.01)),
+    "SFT, large rate": _tuned(Tuned(has_same_base=True, learning_rate=0.02)),
+    "LoRA": _tuned(Tuned(lora="all", learning_rate=0.01)),
+    "LoRA, head": _tuned(Tuned(lora="with head", learning_rate=0.01)),
 }
 """Entropy, groups with a gradient and reward end where those of faults do, because the task is
 solved."""

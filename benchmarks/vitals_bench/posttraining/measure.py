@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import trainer_hooks
 from trainvitals.detect.posttraining.set import PostTrainingDetectors
@@ -17,15 +21,20 @@ from trainvitals.errors import TrainingHalted
 from trainvitals.jsonable import from_json, to_json
 from trainvitals.records import Finding
 from vitals_bench.judgement.ledger import READ_EVERY, Ledger
-from vitals_bench.posttraining.kinds import FAULTS, HEALTHY, KINDS
+from vitals_bench.posttraining.kinds import FAULTS, HEALTHY, KINDS, Kind
 from vitals_bench.posttraining.pairs import Compared, train_pairs
-from vitals_bench.posttraining.policy import Writer, train_policy
+from vitals_bench.posttraining.policy import TRUTH, Sampled, Scalars, Writer, train_policy
+from vitals_bench.posttraining.supervised import Tuned, prepare, train_rows
 from vitals_bench.rows import Cell, Grid, Row, at_least, at_most, exactly
 from vitals_bench.training import own_place
 
 SEEDS = (0, 1, 2, 3, 4, 5)
 """Limits are chosen by the even ones; the odd ones are only reported."""
 _MAX_NORM = 1.0
+_SMOOTH = 5
+"""Rewards of batches whose median is the success. An evaluation has less noise."""
+_TOY = "reward without signal"
+"""Kind whose only sign is its entropy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +53,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     findings: list[tuple[int, str]] = []
     """Step and detector of each finding about the scalars."""
+    lost_at: int | None = None
+    """Step, from the onset on, at which a tenth of the best success was lost."""
+    low_entropy_at: int | None = None
+    """Step at which the entropy was a tenth of its level."""
     num_actions: int = 0
     """Updates that were withheld, rollbacks and halts."""
     messages: dict[str, int] = {}
@@ -63,6 +76,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return min((step for step in steps if step >= 0), default=None)
 
     @property
+    def reported_at(self) -> int | None:
+        """Step of the report by name; None: there is none."""
+        return None if self.delay is None else self.delay + KINDS[self.kind].onset
+
+    @property
     def is_right(self) -> bool:
         """Whether the first report names the fault, after its onset."""
         first = self.findings[0][0] if self.findings else 0
@@ -74,22 +92,15 @@ def train(name: str, seed: int) -> Outcome:
     kind = KINDS[name]
     torch.manual_seed(seed)
     torch.set_num_threads(1)
-    model = Writer()
-    optimizer = torch.optim.Adam(model.parameters(), lr=kind.run.learning_rate)
-    run = kind.run
-    batches = (
-        train_pairs(model, optimizer, kind.steps, run)
-        if isinstance(run, Compared)
-        else train_policy(model, optimizer, kind.steps, run)
-    )
-    detectors, findings = PostTrainingDetectors(kind.task), list[Finding]()
+    model, optimizer, batches = _start(kind)
+    course = Course(_SMOOTH if isinstance(kind.run, Sampled) else 1)
     with own_place(), trainer_hooks.watch(model, optimizer, task=kind.task) as monitor:
-        ledger = Ledger(monitor.run_id, loss_kind="minimize" if isinstance(run, Compared) else "rl")
+        loss_kind = "rl" if isinstance(kind.run, Sampled) else "minimize"
+        ledger = Ledger(monitor.run_id, loss_kind=loss_kind)
         try:
             for step, (loss, scalars) in enumerate(batches):
+                course.add(step, scalars.pop(TRUTH, None), scalars.get("entropy"), kind.onset)
                 monitor.observe(**scalars)
-                # As the collector does with the scalars of the run.
-                findings += detectors.update(scalars, step=step, attempt=1, time_unix_ns=0)
                 monitor.step(loss, max_norm=_MAX_NORM)
                 if step % READ_EVERY == 0:
                     ledger.read()
@@ -97,14 +108,62 @@ def train(name: str, seed: int) -> Outcome:
             pass
         monitor.close()
         ledger.read()
+    detectors, findings = PostTrainingDetectors(kind.task), list[Finding]()
+    for step, scalars in ledger.scalars().items():  # as the collector does
+        findings += detectors.update(scalars, step=step, attempt=1, time_unix_ns=0)
     return Outcome(
         kind=name,
         seed=seed,
         findings=[(finding.step, finding.kind) for finding in findings],
+        lost_at=course.lost_at,
+        low_entropy_at=course.low_entropy_at,
         num_actions=ledger.withheld + len(ledger.rollbacks()) + ledger.halts(),
         messages=ledger.messages(),
         num_pages=ledger.num_pages(),
     )
+
+
+def _start(kind: Kind) -> tuple[nn.Module, Optimizer, Iterator[tuple[Tensor, Scalars]]]:
+    """Return model, optimizer and steps of a kind."""
+    run = kind.run
+    if isinstance(run, Tuned):
+        reader, adam = prepare(run)
+        return reader, adam, train_rows(reader, adam, kind.steps, run)
+    model = Writer()
+    optimizer = torch.optim.Adam(model.parameters(), lr=run.learning_rate)
+    if isinstance(run, Compared):
+        return model, optimizer, train_pairs(model, optimizer, kind.steps, run)
+    return model, optimizer, train_policy(model, optimizer, kind.steps, run)
+
+
+class Course:
+    """True success of a training, and its entropy: when they were lost."""
+
+    def __init__(self, smooth: int) -> None:
+        self._recent: deque[float] = deque(maxlen=smooth)
+        self._best: float | None = None
+        self._highest = 0.0
+        self.lost_at: int | None = None
+        """Step at which a tenth of the best success was lost."""
+        self.low_entropy_at: int | None = None
+        """Step at which the entropy passed a tenth of its level."""
+
+    def add(self, step: int, success: float | None, entropy: float | None, onset: int) -> None:
+        """Add the numbers of a step."""
+        if entropy is not None:
+            self._highest = max(self._highest, entropy)
+            if self.low_entropy_at is None and entropy < 0.1 * self._highest:
+                self.low_entropy_at = step
+        if success is None:
+            return
+        self._recent.append(success)
+        level = statistics.median(self._recent)
+        is_full = len(self._recent) == self._recent.maxlen
+        if is_full and (self._best is None or level > self._best):
+            self._best = level
+        is_lost = self._best is not None and level < self._best - 0.1 * abs(self._best)
+        if is_lost and self.lost_at is None and step >= onset:
+            self.lost_at = step
 
 
 def measure_trainings(*, quick: bool, options: Options | None = None) -> Iterator[Row | Grid]:
@@ -153,6 +212,25 @@ def _of_part(title: str, outcomes: Sequence[Outcome]) -> Iterator[Row]:
         yield Row(
             name=f"from the onset to the report, median, {title}",
             ours=statistics.median(delays), unit="steps", note=f"longest: {max(delays)}",
+        )  # fmt: skip
+    lost = [o for o in faulty if o.lost_at is not None and o.kind != _TOY]
+    num_before = sum(o.reported_at is not None and o.reported_at <= (o.lost_at or 0) for o in lost)
+    if lost:
+        yield Row(
+            name=f"faults reported before a tenth of the success was lost, {title}",
+            ours=100 * num_before / len(lost), unit="%",
+            note=f"{num_before} of {len(lost)} in which it is lost",
+        )  # fmt: skip
+    waits = [
+        math.inf if o.reported_at is None else float(o.reported_at - o.low_entropy_at)
+        for o in faulty
+        if o.kind == _TOY and o.low_entropy_at is not None
+    ]
+    if waits:
+        yield Row(
+            name=f"from a tenth of the entropy to the report, longest, {title}",
+            ours=max(waits), unit="steps", goal=at_most(20),
+            note=f"{_TOY}: {', '.join(f'{delay:g}' for delay in waits)}",
         )  # fmt: skip
     for name, count, goal in (
         ("a report about the scalars", sum(bool(o.findings) for o in healthy), None),

@@ -20,6 +20,8 @@ PROMPTS, GROUP, LENGTH, TOKENS = 8, 8, 10, 8
 _WIDTH = 32
 _CLIP = 0.2
 _EVAL_EVERY = 5
+TRUTH = "truth"
+"""Name of the success that the training is for; it is not logged, and higher is better."""
 
 
 class Writer(nn.Module):
@@ -46,6 +48,8 @@ class Sampled:
     """Settings of a policy trained on its own completions; faults hold from ``onset`` on."""
 
     rewards: Rewards
+    truth: Rewards | None = None
+    """The reward that is meant, if a fault changes the one that is trained."""
     held_out: Rewards | None = None
     algorithm: Task = "grpo"
     learning_rate: float = 0.01
@@ -123,6 +127,9 @@ def train_policy(
                 scalars = _named(run.algorithm, means, tokens, rewards)
                 if run.held_out is not None and step // run.updates % _EVAL_EVERY == 0:
                     scalars["eval/reward"] = float(run.held_out(tokens, lengths, step).mean())
+                meant = run.truth or run.held_out
+                success = rewards if meant is None else meant(tokens, lengths, step)
+                scalars[TRUTH] = float(success.mean())
             yield loss, scalars
 
 

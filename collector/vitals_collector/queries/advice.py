@@ -64,6 +64,16 @@ _ADVICE = {
     "sampler_gap": "Compare the log-probabilities of one prompt in trainer and sampler.",
     "preference": f"{_GO_BACK} Lower the learning rate, raise beta, or add an SFT term.",
     "preference_leak": "Compare some pairs as tokens: template, length, marks.",
+    "overconfidence": f"{_GO_BACK} Train for fewer epochs or on more pairs.",
+    "memorized": f"{_GO_BACK} Train for fewer epochs or on more rows.",
+    "epochs_repeated": f"{_GO_BACK} Train for fewer epochs or on more rows.",
+    "known_rows": "Decode some labels: prompts may contain the answers.",
+    "forgetting": "Start again from the base model with a tenth of the learning rate.",
+    "padding_labels": "Set the labels of padding to -100.",
+    "no_end_label": "End each completion with the tokenizer's eos_token, and give it a label.",
+    "prompt_labels": "Set the labels of prompts to -100: `completion_only_loss=True`.",
+    "adapter": "Make the optimizer after the adapter, from parameters with requires_grad.",
+    "base_trained": "Set requires_grad to False for all parameters except the adapters.",
     "checkpoint_overdue": "Check the free space and the log of the checkpoint directory: "
     "`df -h`, `vitals checkpoints list {run}`.",
 }  # fmt: skip

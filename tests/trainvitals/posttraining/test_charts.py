@@ -54,7 +54,7 @@ def test_pairs_have_their_log_probabilities_first():
     assert [] == titles("dpo", "reward", "entropy", "kl")
 
 
-@pytest.mark.parametrize("task", ["", "sft", "kto", "unknown"])
+@pytest.mark.parametrize("task", ["", "sft", "unknown"])
 def test_in_other_runs_the_loss_comes_first(task: str):
     assert [] == titles(task, *TRL)
 

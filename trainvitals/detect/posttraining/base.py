@@ -517,6 +517,28 @@ class PostTrainingWatcher(LastingWatcher):
         return since
 
 
+class CountWatcher(PostTrainingWatcher):
+    """Base: reports facts that were counted over the first batches or steps, each one once."""
+
+    STATE = ("_reported",)
+    CAUSES: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, config: PostTrainingConfig | None = None) -> None:
+        super().__init__(config)
+        self._reported = 0
+        """Causes that were reported, as bits."""
+
+    def _report_once(
+        self, merged: MergedStep, cause: str, value: float, limit: float, reason: str
+    ) -> tuple[Finding, ...]:
+        """Return the finding about a count of the post-training, unless it was reported before."""
+        bit = 1 << self.CAUSES.index(cause)
+        if self._reported & bit:
+            return ()
+        self._reported |= bit
+        return self._report(merged.step, reason, cause=cause, value=value, limit=limit)
+
+
 def quantity(merged: MergedStep, name: str) -> float | None:
     """Return a finite quantity, such as the reward, of a logged step; None if it is missing."""
     return number(merged.run.get(name))

@@ -27,10 +27,12 @@ class TaskSpec:
 
     loss_kind: LossKind
     """Meaning of its loss, unless the run declares another one."""
+    supervised: bool = False
+    """Whether the loss is that of given completions, as in SFT."""
     samples: bool = False
     """Whether the policy is trained on completions that it samples itself."""
     compares: bool = False
-    """Whether the loss compares a chosen with a rejected completion."""
+    """Whether the loss raises chosen completions and lowers rejected ones, in pairs or not."""
     has_reference: bool = False
     """Whether the reward of a completion is its log-probability compared with a reference model."""
     starts_undecided: bool = False
@@ -38,16 +40,15 @@ class TaskSpec:
     they are ranked as the base model prefers."""
 
 
-_MINIMIZES = TaskSpec("minimize")
 _COMPARES = TaskSpec("minimize", compares=True)
 _SAMPLES = TaskSpec("rl", samples=True)
 
 TASKS: Mapping[str, TaskSpec] = {
-    "sft": _MINIMIZES,
+    "sft": TaskSpec("minimize", supervised=True),
     "dpo": TaskSpec("minimize", compares=True, has_reference=True, starts_undecided=True),
     "cpo": _COMPARES,
     "orpo": _COMPARES,
-    "kto": _MINIMIZES,
+    "kto": TaskSpec("minimize", compares=True, has_reference=True),
     "reward_model": TaskSpec("minimize", compares=True, starts_undecided=True),
     "grpo": _SAMPLES,
     "rloo": _SAMPLES,
@@ -139,6 +140,28 @@ CHOSEN_REWARD = "chosen_reward"
 """Reward of the chosen completions: beta times the log-probability compared with the reference."""
 ACCURACY = "accuracy"
 """Share of the pairs in which the chosen completion has the higher reward."""
+MARGIN = "margin"
+"""Mean difference of the rewards of chosen and rejected completions."""
+EVAL_ACCURACY = "eval_accuracy"
+"""Accuracy of the pairs of an evaluation."""
+LOSS = "loss"
+"""Mean training loss per token."""
+EVAL_LOSS = "eval_loss"
+"""Loss of an evaluation."""
+EPOCH = "epoch"
+"""Epochs so far, with a fraction."""
+PADDING_LABELS = "padding_labels"
+"""Share of the labels that are padding, in the first batches."""
+END_LABELS = "end_labels"
+"""Share of the rows, of those that are not cut, with an end-of-sequence token among the labels."""
+PROMPT_LABELS = "prompt_labels"
+"""Share of the prompts' tokens with a label, if the data mark the prompts."""
+ADAPTERS_IN_OPTIMIZER = "adapters_in_optimizer"
+"""Share of the LoRA adapters' parameters that the optimizer trains."""
+ADAPTERS_WITH_GRADIENT = "adapters_with_gradient"
+"""1 if one of these has a gradient in the first steps, 0 if only other parameters have one."""
+BASE_IN_OPTIMIZER = "base_in_optimizer"
+"""Share of the adapted layers whose own weight the optimizer trains."""
 
 # Read from the sources: TRL 1.16.0; trl/experimental of TRL 1.10 for PPO; verl 1dda039 (2026-08),
 # OpenRLHF 3c3be62 (2026-08), torchtune bd2a0fc (2026-04), NeMo-RL 7ea279a (2026-08). The first
@@ -158,6 +181,20 @@ NAMES: Mapping[str, Reading] = {
     "rewards/chosen": Reading(CHOSEN_REWARD),
     "rewards/accuracies": Reading(ACCURACY),
     "accuracy": Reading(ACCURACY),
+    "rewards/margins": Reading(MARGIN),
+    "margin": Reading(MARGIN),
+    "eval/rewards/accuracies": Reading(EVAL_ACCURACY),
+    "eval/accuracy": Reading(EVAL_ACCURACY),
+    "loss": Reading(LOSS),
+    "eval/loss": Reading(EVAL_LOSS),
+    "epoch": Reading(EPOCH),
+    # Counted by Vitals.
+    "labels/padding_share": Reading(PADDING_LABELS),
+    "labels/end_share": Reading(END_LABELS),
+    "labels/prompt_share": Reading(PROMPT_LABELS),
+    "lora/optimizer_share": Reading(ADAPTERS_IN_OPTIMIZER),
+    "lora/has_gradient": Reading(ADAPTERS_WITH_GRADIENT),
+    "lora/base_share": Reading(BASE_IN_OPTIMIZER),
     # TRL's PPO.
     "objective/kl": Reading(KL_OF_SEQUENCE),
     "objective/scores": Reading(REWARD),
@@ -197,6 +234,9 @@ NAMES: Mapping[str, Reading] = {
     "token_mult_prob_error": Reading(SAMPLER_GAP, 1.0, -1.0),
 }
 
+_OF_ANY_RUN = frozenset(
+    (LOSS, EVAL_LOSS, EPOCH, ADAPTERS_IN_OPTIMIZER, ADAPTERS_WITH_GRADIENT, BASE_IN_OPTIMIZER)
+)
 _PREFIX = "train/"
 _OF_SUMMED_KL = (("scores", "kl_reward"), ("scores", "rlhf_reward"))
 """Names that show torchtune's PPO: its ``kl`` is summed over the tokens, that of others is not."""
@@ -232,3 +272,9 @@ def is_read(name: str) -> bool:
     """Return whether ``read_quantities`` uses a scalar with this name in another library."""
     plain = plain_name(name)
     return plain in NAMES or any(plain in both for both in _OF_SUMMED_KL)
+
+
+def is_of_policy(name: str) -> bool:
+    """Return whether a scalar that is read shows success or failure of a policy, not any loss."""
+    reading = NAMES.get(plain_name(name))
+    return reading is None or reading.quantity not in _OF_ANY_RUN

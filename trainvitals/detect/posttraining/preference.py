@@ -25,6 +25,15 @@ _LEAST_BETA = 0.05
 """Beta with which the fall of the chosen reward must explain that of a sum of log-probabilities.
 The scalars do not contain beta; in healthy runs with 0.1 the reward falls by less than a third."""
 
+_MAX_EVALUATIONS = 64
+_WORSE = 2
+"""Consecutive evaluations that must be worse, and the least number of bends for the noise."""
+_BENDS = 2.0
+"""Smallest loss of accuracy, compared with the median second difference of evaluations: three
+standard deviations."""
+_LEAST_MARGIN = 2.0
+"""Margin of the pairs below which nobody is too certain: 88%."""
+
 
 class PreferenceWatcher(PostTrainingWatcher):
     """Reports chosen completions that become improbable, and pairs that need no training.
@@ -176,6 +185,125 @@ class PreferenceWatcher(PostTrainingWatcher):
             "add an SFT term (rpo_alpha). If the data changed, announce it with expect()"
         )
         return self._begin_condition(merged, reason, value=level, limit=limit)
+
+
+class OverconfidenceWatcher(PostTrainingWatcher):
+    """Reports a reward model, or DPO, that grows more certain while it becomes worse.
+
+    The margin of the pairs is at least 2, and twice as large as at the best evaluation. In two
+    consecutive evaluations the accuracy was 0.05 below its best, and by more than its noise; or the
+    loss of a reward model's evaluation was 5% above its best and above ln 2, that of guessing.
+    """
+
+    name = "overconfidence"
+    STATE = ("_margins", "_accuracies", "_accuracy", "_loss", "_num_worse")
+
+    def __init__(self, config: PostTrainingConfig | None = None) -> None:
+        super().__init__(config)
+        self._has_one_loss = False
+        """Whether the loss of an evaluation is the logistic one of the pairs."""
+        self._margins: deque[float] = deque(maxlen=self._config.window)
+        self._accuracies: deque[float] = deque(maxlen=_MAX_EVALUATIONS)
+        self._accuracy: list[float] = []
+        """Highest accuracy of an evaluation, and the margin at that time."""
+        self._loss: list[float] = []
+        """Lowest loss of an evaluation, and the margin at that time."""
+        self._num_worse = 0
+
+    @staticmethod
+    def is_for(spec: TaskSpec) -> bool:
+        """Return whether a margin of 0 means that a pair of completions is undecided."""
+        return spec.starts_undecided
+
+    def set_kind(self, spec: TaskSpec) -> None:
+        """Judge the evaluation's loss only if it is that of a reward model: DPO has several."""
+        self._has_one_loss = not spec.has_reference
+
+    def _restarted(self, merged: MergedStep) -> None:
+        """Drop the evaluations of pairs that are trained again."""
+        super()._restarted(merged)
+        self._margins.clear()
+        if merged.step <= self._step:
+            self._clear_evaluations()
+
+    def rebaseline(self) -> None:
+        """Compare with the evaluations of pairs after the announced change."""
+        super().rebaseline()
+        self._margins.clear()
+        self._clear_evaluations()
+
+    def _clear_evaluations(self) -> None:
+        """Discard the evaluations of the pairs."""
+        self._accuracies.clear()
+        self._accuracy.clear()
+        self._loss.clear()
+        self._num_worse = 0
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge margins and evaluations of a logged step of pairs."""
+        margin = quantity(merged, names.MARGIN)
+        if margin is not None:
+            self._margins.append(margin)
+        accuracy, loss = quantity(merged, names.EVAL_ACCURACY), quantity(merged, names.EVAL_LOSS)
+        if not self._margins or (accuracy is None and loss is None):
+            return ()
+        level = upper_median(self._margins)
+        signs = [
+            self._lost_accuracy(level, accuracy),
+            self._lost_loss(level, loss, accuracy) if self._has_one_loss else "",
+        ]
+        sign = next((text for text in signs if text), "")
+        self._note_beyond(bool(sign))
+        self._num_worse = min(self._num_worse + 1, _WORSE) if sign else 0
+        if self._num_worse < _WORSE or len(self._margins) < self._config.window:
+            return self._end_condition()
+        reason = (
+            f"the margin of the pairs grew to {level:.3g}, while {sign}: it grows more certain and "
+            "ranks worse. Likely causes: too many epochs on too few pairs, wrong labels that it "
+            "memorizes, or a learning rate that is too high. Use the checkpoint with the best "
+            "evaluation; train for fewer epochs, or keep rewards small "
+            "(center_rewards_coefficient, label smoothing)"
+        )
+        return self._begin_condition(merged, reason, value=level, limit=_LEAST_MARGIN)
+
+    def _has_grown(self, level: float, margin: float) -> bool:
+        """Return whether the margin of the pairs grew since an evaluation."""
+        return level >= max(_LEAST_MARGIN, self._config.margin_times * margin)
+
+    def _lost_accuracy(self, level: float, accuracy: float | None) -> str:
+        """Return the sign that an evaluation ranks fewer pairs correctly; empty without one."""
+        if accuracy is None:
+            return ""
+        self._accuracies.append(accuracy)
+        if not self._accuracy or accuracy > self._accuracy[0]:
+            self._accuracy = [accuracy, level]
+        best, margin = self._accuracy
+        values = list(self._accuracies)
+        bends = [
+            abs(a - 2.0 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)
+        ]
+        if len(bends) < _WORSE or not self._has_grown(level, margin):
+            return ""
+        least = max(self._config.eval_accuracy_loss, _BENDS * upper_median(bends))
+        if accuracy > best - least:
+            return ""
+        return f"the accuracy of the evaluation fell from {best:.3g} to {accuracy:.3g}"
+
+    def _lost_loss(self, level: float, loss: float | None, accuracy: float | None) -> str:
+        """Return the sign that an evaluation of pairs is worse than guessing; empty without one."""
+        if loss is None:
+            return ""
+        if not self._loss or loss < self._loss[0]:
+            self._loss = [loss, level]
+        best, margin = self._loss
+        limit = max((1.0 + self._config.eval_rise) * best, math.log(2.0))
+        if loss < limit or not self._has_grown(level, margin):
+            return ""
+        ranks = "" if accuracy is None else f" at an accuracy of {accuracy:.3g}"
+        return (
+            f"the loss of the evaluation rose from {best:.3g} to {loss:.3g}{ranks}, above the "
+            "0.693 of guessing"
+        )
 
 
 def _lower_bound(share: float, num: int) -> float:

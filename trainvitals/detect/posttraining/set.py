@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from trainvitals.detect.fleet.base import MergedStep
+from trainvitals.detect.posttraining.adapters import AdapterWatcher
 from trainvitals.detect.posttraining.base import PostTrainingWatcher
 from trainvitals.detect.posttraining.names import TASKS, read_quantities
 from trainvitals.detect.posttraining.policy import (
@@ -12,9 +13,14 @@ from trainvitals.detect.posttraining.policy import (
     RewardHackingWatcher,
     TruncationWatcher,
 )
-from trainvitals.detect.posttraining.preference import PreferenceWatcher
+from trainvitals.detect.posttraining.preference import OverconfidenceWatcher, PreferenceWatcher
 from trainvitals.detect.posttraining.sampling import PolicyRatioWatcher, SamplerGapWatcher
 from trainvitals.detect.posttraining.settings import PostTrainingConfig
+from trainvitals.detect.posttraining.supervised import (
+    ForgettingWatcher,
+    LabelsWatcher,
+    MemorizedWatcher,
+)
 from trainvitals.records import Finding
 from trainvitals.stateful import Stateful
 
@@ -27,6 +33,11 @@ WATCHERS: tuple[type[PostTrainingWatcher], ...] = (
     PolicyRatioWatcher,
     SamplerGapWatcher,
     PreferenceWatcher,
+    OverconfidenceWatcher,
+    MemorizedWatcher,
+    ForgettingWatcher,
+    LabelsWatcher,
+    AdapterWatcher,
 )
 """Every detector, in the order in which they run."""
 

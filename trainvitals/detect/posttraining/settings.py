@@ -72,3 +72,28 @@ class PostTrainingConfig(Settings, frozen=True, kw_only=True):
     """Mean accuracy of the first steps that only a leak, or a trivial difference, explains."""
     leak_steps: AtLeastOne = 100
     """Steps that count as the first ones."""
+    memorized_loss: AboveZero = 0.1
+    """Training loss of SFT that is near 0. An easy task comes to it too, so the evaluation loss
+    must have risen."""
+    memorized_part: Share = 0.2
+    """Largest part of the evaluation loss that this is: an evaluation that is near 0 too shows an
+    easy task."""
+    eval_rise: AboveZero = 0.05
+    """Rise of the evaluation loss above its best that counts, as a part of it, and in nats."""
+    epoch_drop: Share = 0.1
+    """Drop of the training loss at the start of an epoch, as a part of it, that counts."""
+    known_loss: AboveZero = 0.05
+    """Training loss of SFT from the first step on that leaves nothing to learn."""
+    forget_times: AboveOne = 2.0
+    """Rise of the loss of SFT above its first value that the base model does not survive."""
+    forget_rise: AboveZero = 1.0
+    """Smallest such rise, in nats."""
+    label_share: Share = 0.01
+    """Share of the labels that is reported if they are padding."""
+    prompt_label_share: Share = 0.5
+    """Share of the prompts' tokens with labels that is reported."""
+    margin_times: AboveOne = 2.0
+    """Growth of the margin of the pairs since the best evaluation that is reported if the
+    evaluation became worse."""
+    eval_accuracy_loss: Share = 0.05
+    """Accuracy of the evaluation that must be lost for it."""

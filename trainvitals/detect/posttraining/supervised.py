@@ -1,0 +1,351 @@
+"""Problems of supervised fine-tuning (SFT): memorized rows, a lost base model, wrong labels.
+
+A low training loss is also that of an easy task, so it is reported only if an evaluation disagrees.
+"""
+
+from collections import deque
+from itertools import pairwise
+
+from trainvitals.detect.fleet.base import MergedStep, upper_median
+from trainvitals.detect.posttraining import names
+from trainvitals.detect.posttraining.base import CountWatcher, PostTrainingWatcher, quantity
+from trainvitals.detect.posttraining.names import TaskSpec
+from trainvitals.detect.posttraining.settings import PostTrainingConfig
+from trainvitals.records import Finding
+from trainvitals.stateful import Stateful
+
+_PART = 5
+"""Losses at the start and at the end of an epoch that are compared."""
+_NUM_DROPS = 2
+"""Consecutive epochs whose start must show a drop."""
+_SIGMAS = 2.0
+"""Smallest drop in standard deviations of a loss: 2.5 of the difference of two medians of five."""
+_START = 5
+"""Losses that show the level at the start."""
+_RISE_SIGMAS = 4.0
+"""Smallest rise above the first loss in standard deviations of a loss."""
+_TO_SIGMA = 1.05
+"""Standard deviation of a Gaussian value, divided by the median absolute change of two values."""
+
+
+class EpochDrops(Stateful):
+    """Drops of the training loss from the end of an epoch to the start of the next one."""
+
+    STATE = ("_epoch", "_first", "_last", "_end", "drops")
+
+    def __init__(self) -> None:
+        self._epoch: int | None = None
+        self._first: list[float] = []
+        """First losses of the epoch."""
+        self._last: deque[float] = deque(maxlen=_PART)
+        self._end: list[float] = []
+        """Level at the end of the epoch before, its fall, and its noise."""
+        self.drops: list[float] = []
+        """Loss before and after each of the latest drops; empty after an epoch without one."""
+
+    def clear(self) -> None:
+        """Start again with the losses of another epoch."""
+        self._epoch = None
+        self._first.clear()
+        self._last.clear()
+        self._end.clear()
+        self.drops.clear()
+
+    def add(self, loss: float, epoch: float, least: float) -> None:
+        """Add a training loss.
+
+        Args:
+            loss: loss of a logged step.
+            epoch: epochs so far; at a whole number the epoch ends.
+            least: smallest drop, as a part of the loss.
+        """
+        number = -int(-epoch // 1.0) - 1 if abs(epoch) < 1e9 else 0
+        if self._epoch is not None and number != self._epoch:
+            self._close(is_next=number == self._epoch + 1)
+        self._epoch = number
+        self._last.append(loss)
+        if len(self._first) < _PART:
+            self._first.append(loss)
+            if len(self._first) == _PART and self._end:
+                self._compare(least)
+
+    def _close(self, *, is_next: bool) -> None:
+        """Note how an epoch of the fine-tuning ended; a short one shows nothing."""
+        self._end.clear()
+        if is_next and len(self._first) == _PART:
+            last = list(self._last)
+            end = upper_median(last)
+            noise = _TO_SIGMA * upper_median([abs(b - a) for a, b in pairwise(last)])
+            self._end = [end, upper_median(self._first) - end, noise]
+        else:
+            self.drops.clear()
+        self._first.clear()
+        self._last.clear()
+
+    def _compare(self, least: float) -> None:
+        """Compare the start of an epoch of the fine-tuning with the end of the one before."""
+        (end, fall, noise), start = self._end, upper_median(self._first)
+        drop = end - start
+        if drop >= max(least * end, _SIGMAS * noise) and drop > 0.0:
+            # In the first epoch the model learns; later ones must be flat between the drops.
+            self.drops = [*self.drops[-2:], end, start] if drop >= fall else [end, start]
+        else:
+            self.drops.clear()
+
+
+class MemorizedWatcher(PostTrainingWatcher):
+    """Reports training rows that SFT memorizes, or that contain their answer.
+
+    The evaluation loss is 5% above its best (at least 0.05 nats). And the training loss is at most
+    0.1 while the evaluation is at least 0.5, or it falls in a step at the start of each epoch and
+    not in between. Without evaluations only a training loss of at most 0.05 from the first step on
+    is reported: such a run has nothing to learn.
+    """
+
+    name = "memorized"
+    STATE = ("_recent", "_evaluated", "_best", "_best_step", "_drops", "_last_epoch", "_start",
+             "_start_at", "_is_start_judged")  # fmt: skip
+
+    def __init__(self, config: PostTrainingConfig | None = None) -> None:
+        super().__init__(config)
+        self._recent: deque[float] = deque(maxlen=self._config.window)
+        self._evaluated: float | None = None
+        """The latest evaluation loss, and the best one."""
+        self._best: float | None = None
+        self._best_step = 0
+        self._drops = EpochDrops()
+        self._last_epoch = 0.0
+        self._start: list[float] = []
+        """Losses from the start."""
+        self._start_at = -1
+        self._is_start_judged = False
+
+    @staticmethod
+    def is_for(spec: TaskSpec) -> bool:
+        """Return whether the run is SFT."""
+        return spec.supervised
+
+    def _restarted(self, merged: MergedStep) -> None:
+        """Drop the losses of another attempt or process of the fine-tuning."""
+        super()._restarted(merged)
+        self._recent.clear()
+        self._drops.clear()
+        if merged.step <= self._best_step:
+            self._evaluated = self._best = None
+        self._is_start_judged = True
+
+    def rebaseline(self) -> None:
+        """Compare with the evaluations after the announced change of the fine-tuning data."""
+        super().rebaseline()
+        self._recent.clear()
+        self._drops.clear()
+        self._evaluated = self._best = None
+        self._is_start_judged |= self._start_at >= 0
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge training loss and evaluation loss of a logged step of SFT."""
+        loss, evaluated = quantity(merged, names.LOSS), quantity(merged, names.EVAL_LOSS)
+        epoch = quantity(merged, names.EPOCH)
+        if evaluated is not None:
+            self._evaluated = evaluated
+            if self._best is None or evaluated < self._best:
+                self._best, self._best_step = evaluated, merged.step
+        if loss is None:
+            return () if evaluated is None else self._overfit(merged)
+        self._recent.append(loss)
+        if epoch is not None:
+            self._last_epoch = epoch
+            self._drops.add(loss, epoch, self._config.epoch_drop)
+        return self._known(merged, loss) + self._overfit(merged)
+
+    def _known(self, merged: MergedStep, loss: float) -> tuple[Finding, ...]:
+        """Report a loss near 0 from the first step on: the model knows the answers already."""
+        if self._is_start_judged:
+            return ()
+        if not self._start:
+            self._start_at = merged.step
+        elif len(self._start) == 1 and self._start_at > merged.step - self._start_at:
+            self._is_start_judged = True  # it was resumed: losses before the first are missing
+            return ()
+        self._start.append(loss)
+        if loss > self._config.known_loss or self._start_at > self._config.leak_steps:
+            self._is_start_judged = True
+            return ()
+        if len(self._start) < _START:
+            return ()
+        self._is_start_judged = True
+        # A first value may be the mean of many steps, in which an easy task was learned.
+        every = max(merged.step - self._start_at, 1) / (_START - 1)
+        if self._start[0] * every > self._config.known_loss or min(self._start) < 0.0:
+            return ()
+        reason = (
+            f"the training loss is {upper_median(self._start):.3g} from the start, so there is "
+            "nothing to learn. Likely causes: the model was trained on these rows; the answer is "
+            "in its own prompt; or nearly all labels are masked or trivial. Decode some labels"
+        )
+        return self._report(
+            merged.step, reason, cause="known_rows", value=self._start[0],
+            limit=self._config.known_loss, onset_step=self._start_at,
+        )  # fmt: skip
+
+    def _overfit(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Report a training loss that falls while the evaluation loss rises."""
+        evaluated, best, config = self._evaluated, self._best, self._config
+        if evaluated is None or best is None or best <= 0.0:
+            return ()
+        is_worse = evaluated - best >= config.eval_rise * max(best, 1.0)
+        self._note_beyond(is_worse)
+        if len(self._recent) < config.window:
+            return ()
+        level, drops = upper_median(self._recent), self._drops.drops
+        # An evaluation that is near 0 itself is that of an easy task.
+        is_near_zero = level <= config.memorized_loss <= config.memorized_part * evaluated
+        if not is_worse or not (is_near_zero or len(drops) >= 2 * _NUM_DROPS):
+            return self._end_condition()
+        rise = (
+            f"the evaluation loss rose from {best:.4g} at step {self._best_step} to {evaluated:.4g}"
+        )
+        if not is_near_zero:
+            first, second = drops[-4:-2], drops[-2:]
+            reason = (
+                f"each epoch starts with a drop of the training loss (from {first[0]:.3g} to "
+                f"{first[1]:.3g}, then from {second[0]:.3g} to {second[1]:.3g}), and {rise}. The "
+                "model memorizes the rows. Likely causes: too many epochs, rows that occur "
+                "several times, or a learning rate that is too high. Use the checkpoint with the "
+                "best evaluation, and train for fewer epochs or on more rows"
+            )
+            return self._begin_condition(
+                merged, reason, value=evaluated, limit=best, cause="epochs_repeated"
+            )
+        causes = [
+            "rows that are memorized: too many epochs, too few or repeated rows",
+            "training rows that contain their answer, unlike those of the evaluation",
+        ]
+        if 0.0 < self._last_epoch <= 1.0:
+            causes.reverse()  # no row was seen twice
+        reason = (
+            f"the training loss is {level:.3g}, near 0, while {rise}. Likely causes: "
+            f"{'; or '.join(causes)}. Use the checkpoint with the best evaluation; decode some "
+            "training rows, and train for fewer epochs or on more rows"
+        )
+        return self._begin_condition(merged, reason, value=level, limit=config.memorized_loss)
+
+
+class ForgettingWatcher(PostTrainingWatcher):
+    """Reports a fine-tuning whose first updates destroy the base model.
+
+    Within 100 values the loss rises to twice the first one, by at least 1 nat and by four standard
+    deviations, as a median of ten. A run that starts with random weights cannot rise so far.
+    """
+
+    name = "forgetting"
+    STATE = ("_recent", "_first", "_first_step", "_num", "_is_judged")
+
+    def __init__(self, config: PostTrainingConfig | None = None) -> None:
+        super().__init__(config)
+        self._recent: deque[float] = deque(maxlen=self._config.window)
+        self._first: float | None = None
+        """The first loss, usually that of the base model."""
+        self._first_step = 0
+        self._num = 0
+        self._is_judged = False
+
+    @staticmethod
+    def is_for(spec: TaskSpec) -> bool:
+        """Return whether the run is SFT: other losses do not compare with a base model's."""
+        return spec.supervised
+
+    def _restarted(self, merged: MergedStep) -> None:
+        """Judge no later start: a resumed fine-tuning does not begin with the base model."""
+        super()._restarted(merged)
+        self._is_judged = True
+
+    def rebaseline(self) -> None:
+        """Judge no change that was announced during the fine-tuning."""
+        super().rebaseline()
+        self._is_judged |= self._num > 0
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the first losses of SFT."""
+        loss, config = quantity(merged, names.LOSS), self._config
+        if loss is None or self._is_judged:
+            return ()
+        self._num += 1
+        if self._first is None:
+            self._first, self._first_step = loss, merged.step
+            return ()
+        is_resumed = self._num == 2 and self._first_step > merged.step - self._first_step
+        if is_resumed or self._num > config.leak_steps or self._first <= 0.0:
+            self._is_judged = True
+            return ()
+        self._recent.append(loss)
+        if len(self._recent) < config.window:
+            return ()
+        noise = _TO_SIGMA * upper_median([abs(b - a) for a, b in pairwise(self._recent)])
+        limit = self._first + max(
+            (config.forget_times - 1.0) * self._first, config.forget_rise, _RISE_SIGMAS * noise
+        )
+        level = upper_median(self._recent)
+        if level < limit:
+            return ()
+        self._is_judged = True
+        reason = (
+            f"the first updates destroyed the base model: the loss was {self._first:.3g} before "
+            f"them, and is {level:.3g}. Likely causes: a learning rate for pre-training or LoRA in "
+            "a full fine-tuning, no warmup, or a base model whose weights were not loaded "
+            "completely. Start again from the base model with a tenth of the learning rate"
+        )
+        return self._report(
+            merged.step, reason, value=level, limit=limit, onset_step=self._first_step
+        )
+
+
+class LabelsWatcher(CountWatcher):
+    """Reports labels of SFT that train the wrong tokens.
+
+    Padding has labels, or no row has an end-of-sequence token among its labels, or the tokens of
+    prompts that the dataset marks have labels. Each is a count over the first batches, and reported
+    once.
+    """
+
+    name = "labels"
+    CAUSES = ("padding_labels", "no_end_label", "prompt_labels")
+
+    @staticmethod
+    def is_for(spec: TaskSpec) -> bool:
+        """Return whether the run is SFT."""
+        return spec.supervised
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the counts of labels that a step logged."""
+        limit = self._config.label_share
+        padding, prompt = (
+            quantity(merged, names.PADDING_LABELS),
+            quantity(merged, names.PROMPT_LABELS),
+        )
+        ends = quantity(merged, names.END_LABELS)
+        findings: tuple[Finding, ...] = ()
+        if padding is not None and padding >= limit:
+            findings += self._report_once(
+                merged, "padding_labels", padding, limit,
+                f"{padding:.0%} of the labels are padding, so the model learns to repeat it. "
+                "Likely cause: labels that are a copy of the padded input_ids. Set the labels of "
+                "padding to -100",
+            )  # fmt: skip
+        if ends is not None and ends <= 0.0:
+            findings += self._report_once(
+                merged, "no_end_label", ends, 0.0,
+                "no row of the first batches has an end-of-sequence token among its labels, so "
+                "completions will not end. Likely causes: a chat template that ends with another "
+                "token (set eos_token to it), text without the token, or a pad token that is the "
+                "end-of-sequence token and masks it. Decode the end of some labels",
+            )  # fmt: skip
+        if prompt is not None and prompt >= self._config.prompt_label_share:
+            findings += self._report_once(
+                merged, "prompt_labels", prompt, self._config.prompt_label_share,
+                f"{prompt:.0%} of the prompts' tokens have labels, so the model also learns to "
+                "write prompts. Likely causes: completion_only_loss=False, or a collator that "
+                "ignores the mask of the completions. Set the labels of prompts to -100, unless "
+                "prompts are to be learned",
+            )  # fmt: skip
+        return findings
