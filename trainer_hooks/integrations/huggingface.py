@@ -20,7 +20,7 @@ from trainer_hooks._attach import Attached
 from trainer_hooks.integrations import accelerate
 from trainer_hooks.integrations.framework import Options, is_off, require_version
 from trainer_hooks.lifecycle.shutdown import EndState
-from trainer_hooks.measures.labels import PROMPT_MASKS, LabelCounts, count_prompt_labels
+from trainer_hooks.measures.labels import PROMPT_MASKS, LabelCounts, has_prompts
 from trainvitals.detect.posttraining.names import task_of_class
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
@@ -217,7 +217,7 @@ class _LabelReader:
             self._counts.add(inputs)
         if self._num_batches == _LABEL_BATCHES:
             rows = _first_rows(trainer.train_dataset)
-            self._attached.observe(**{**count_prompt_labels(rows), **self._counts.shares()})
+            self._attached.observe(**self._counts.shares(has_prompts(rows)))
 
 
 def _end_ids(trainer: Any) -> set[int]:
@@ -236,13 +236,13 @@ def _end_ids(trainer: Any) -> set[int]:
 
 
 def _first_rows(dataset: Any) -> Mapping[str, Any]:
-    """Return tokens, labels and masks of the first rows of a trainer's dataset, if it is stored.
+    """Return the masks of the first rows of a trainer's dataset, if it is stored.
 
     A dataset that transforms rows as they are read is left alone: it may draw random numbers.
     """
     names = getattr(dataset, "column_names", None) or ()
-    wanted = [name for name in ("input_ids", "labels", *PROMPT_MASKS) if name in names]
-    if "input_ids" not in wanted or getattr(dataset, "format", {}).get("type") == "custom":
+    wanted = [name for name in PROMPT_MASKS if name in names]
+    if not wanted or getattr(dataset, "format", {}).get("type") == "custom":
         return {}
     if not hasattr(dataset, "select_columns") or not hasattr(dataset, "__len__"):
         return {}

@@ -27,7 +27,7 @@ class LabelCounts:
     def __init__(self, end_ids: Collection[int], max_length: int | None) -> None:
         self._end_ids = tuple(end_ids)
         self._max_length = max_length
-        self._counts = [0.0] * 6
+        self._counts = [0.0] * 7
 
     def add(self, batch: Mapping[str, Any]) -> None:
         """Add a batch; without 2-dim labels and attention mask it is ignored.
@@ -45,7 +45,7 @@ class LabelCounts:
         self._counts = [a + b for a, b in zip(self._counts, counts, strict=True)]
 
     def _labels_of(self, labels: Tensor, mask: Tensor) -> list[Tensor]:
-        """Return the number of labels, those of padding, whole rows, and those with an end."""
+        """Return the numbers of labels, those of padding, masked tokens, whole rows, and ends."""
         # The first label is never predicted. The first padding after a row may stand for its end.
         has_label = (labels != _IGNORED) & (torch.arange(labels.shape[1], device=labels.device) > 0)
         is_real = mask != 0
@@ -60,11 +60,20 @@ class LabelCounts:
         limit = labels.shape[1] if self._max_length is None else self._max_length
         is_whole = has_label.any(1) if limit == 0 else has_label.any(1) & (lengths < limit)
         has_end = (is_end & has_label).any(1)
-        return [has_label.sum(), num_padding, is_whole.sum(), (is_whole & has_end).sum()]
+        num_masked = (is_real & (labels == _IGNORED))[:, 1:].sum()
+        ends = [is_whole.sum(), (is_whole & has_end).sum()]
+        return [has_label.sum(), num_padding, num_masked, *ends]
 
-    def shares(self) -> dict[str, float]:
-        """Return the shares as scalars; one is missing if it is unknown."""
-        num_labels, num_padding, num_rows, num_ends, num_prompts, num_labeled = self._counts
+    def shares(self, has_prompts: bool = False) -> dict[str, float]:
+        """Return the shares as scalars; one is missing if it is unknown.
+
+        Args:
+            has_prompts: whether the dataset marks prompts. The collator may mask them without
+                passing its mask on: only if no token is masked, it is certain that they are not.
+        """
+        num_labels, num_padding, num_masked, num_rows, num_ends, num_prompts, num_labeled = (
+            self._counts
+        )
         shares = {}
         if num_labels:
             shares["labels/padding_share"] = num_padding / num_labels
@@ -72,6 +81,8 @@ class LabelCounts:
             shares["labels/end_share"] = num_ends / num_rows
         if num_prompts:
             shares["labels/prompt_share"] = num_labeled / num_prompts
+        elif has_prompts and num_labels and not num_masked:
+            shares["labels/prompt_share"] = 1.0
         return shares
 
 
@@ -91,20 +102,6 @@ def _labels_among(labels: Tensor, prompts: Tensor | None) -> list[Tensor]:
     return [prompts[:, 1:].sum(), (prompts & (labels != _IGNORED))[:, 1:].sum()]
 
 
-def count_prompt_labels(rows: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, float]:
-    """Return the share of the prompts' tokens with a label, in rows of a dataset, as a scalar.
-
-    A mask that the collator does not get is still part of the dataset. Without labels the tokens
-    are their own labels.
-    """
-    masks = next((rows[name] for name in PROMPT_MASKS if name in rows), ())
-    labels = rows.get("labels", rows.get("input_ids", ()))
-    prompts = [
-        label
-        for row, mask in zip(labels, masks, strict=False)
-        for label, is_completion in zip(row, mask, strict=False)
-        if not is_completion
-    ]
-    if not prompts:
-        return {}
-    return {"labels/prompt_share": sum(label != _IGNORED for label in prompts) / len(prompts)}
+def has_prompts(rows: Mapping[str, Sequence[Sequence[int]]]) -> bool:
+    """Return whether rows of a dataset mark tokens of prompts."""
+    return any(not all(mask) for name in PROMPT_MASKS for mask in rows.get(name, ()))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer_hooks.measures.labels import LabelCounts, count_prompt_labels
+from trainer_hooks.measures.labels import LabelCounts, has_prompts
 
 PAD, END, NONE = 0, 2, -100
 
@@ -73,12 +73,19 @@ def test_prompts_that_the_batch_or_the_dataset_marks():
     assert 1.0 == shares(rows)["labels/prompt_share"]
     rows["labels"][:, :2] = NONE
     assert 0.0 == shares(rows)["labels/prompt_share"]
-    dataset = {"input_ids": [[5, 6, 7]], "completion_mask": [[0, 0, 1]]}
-    assert {"labels/prompt_share": 1.0} == count_prompt_labels(dataset)
-    masked = dataset | {"labels": [[NONE, NONE, 7]]}
-    assert {"labels/prompt_share": 0.0} == count_prompt_labels(masked)
-    assert {} == count_prompt_labels({"input_ids": [[5, 6, 7]]})
-    assert {} == count_prompt_labels({})
+
+
+def test_prompts_that_only_the_dataset_marks_are_certain_if_no_token_is_masked():
+    assert has_prompts({"completion_mask": [[1, 1], [0, 1]]})
+    assert not has_prompts({"completion_mask": [[1, 1]]})
+    assert not has_prompts({})
+    whole = batch(*[[5, 6, 7, END]] * 4)
+    masked = batch(*[[5, 6, 7, END]] * 4, labels=[[NONE, NONE, 7, END]] * 4)
+    for counted, share in ((whole, 1.0), (masked, None)):
+        counts = LabelCounts((END,), None)
+        counts.add(counted)
+        assert share == counts.shares(has_prompts=True).get("labels/prompt_share")
+        assert "labels/prompt_share" not in counts.shares()
 
 
 @pytest.mark.parametrize(
