@@ -227,9 +227,8 @@ A goal that is missed is no error of the benchmark. {missed} of {total} goals ar
 | hangs and stragglers | `make bench-hang` |
 | healthy and damaged trainings | `make bench-judgement` |
 | corruption and `vitals repro` | `make bench-corruption` |
-| forecast | `make bench-forecast` |
-| post-training | `make bench-posttraining` |
-| preflight | `make bench-drill` |
+| forecast, post-training | `make bench-forecast`, `make bench-posttraining` |
+| drill and preflight | `make bench-drill` |
 | a GPU | `make gpu-check` ([run on CUDA](RUN_ON_CUDA.md)) |
 
 The commands write `figures.md`; `make docs` then writes this page. Other loggers are compared only

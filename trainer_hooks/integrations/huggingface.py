@@ -241,12 +241,12 @@ def _first_rows(dataset: Any) -> Mapping[str, Any]:
     A dataset that transforms rows as they are read is left alone: it may draw random numbers.
     """
     names = getattr(dataset, "column_names", None) or ()
-    wanted = [name for name in PROMPT_MASKS if name in names]
-    if not wanted or getattr(dataset, "format", {}).get("type") == "custom":
+    masks = [name for name in PROMPT_MASKS if name in names]
+    if not masks or getattr(dataset, "format", {}).get("type") == "custom":
         return {}
     if not hasattr(dataset, "select_columns") or not hasattr(dataset, "__len__"):
         return {}
-    rows: Mapping[str, Any] = dataset.select_columns(wanted)[:_FIRST_ROWS]
+    rows: Mapping[str, Any] = dataset.select_columns(masks)[:_FIRST_ROWS]
     return rows
 
 

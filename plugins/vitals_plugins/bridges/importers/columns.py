@@ -178,19 +178,21 @@ def find_scalars(names: Iterable[str], column_options: ColumnChoice, source: str
     if column_options.task is None:
         return {}
     columns = list(names)
-    found: dict[str, str] = {}
+    scalar_of: dict[str, str] = {}
     for column in columns:
         name = _SCALARS.get(normalize_column_name(column).removeprefix("train_"))
-        if name is not None and name not in found.values():
-            found[column] = name
+        if name is not None and name not in scalar_of.values():
+            scalar_of[column] = name
     for name, column in column_options.scalars.items():
         if column not in columns:
             raise UsageError(
                 f"{source}: --scalar {name}={column}: there is no such column",
                 hint=f"it has: {_format_names(columns)}",
             )
-        found = {column: name} | {key: other for key, other in found.items() if other != name}
-    return found
+        scalar_of = {column: name} | {
+            key: other for key, other in scalar_of.items() if other != name
+        }
+    return scalar_of
 
 
 def has_role(column: str) -> bool:
