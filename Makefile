@@ -121,7 +121,8 @@ bench-forecast: $(STAMP) ## where time went, ends, final losses, plans: held aga
 bench-posttraining: $(STAMP) ## small GRPO, PPO, DPO and SFT trainings, healthy and with faults: which are reported, how soon (10 minutes)
 	$(BIN)/python -m vitals_bench posttraining --page docs/figures.md $(ARGS)
 
-bench-drill: $(STAMP) ## real preflights of nodes with a fault, and of healthy ones: which are named (an hour; as root)
+bench-drill: $(STAMP) ## `vitals drill` on well-known loops and on broken ones, then real preflights of nodes with a fault (two hours; as root)
+	$(BIN)/python -m vitals_bench drill --page docs/figures.md $(ARGS)
 	$(BIN)/python -m vitals_bench preflight --page docs/figures.md $(ARGS)
 
 gpu-check: $(STAMP) ## the guard, the snapshots and the agent on each GPU, and their cost, in at most 560 s; without a GPU those parts are skipped (ARGS="--resume")

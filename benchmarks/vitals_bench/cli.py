@@ -25,7 +25,7 @@ Options = Mapping[str, Mapping[str, object]]
 """What the parts of a benchmark are called with besides ``quick``."""
 APART = (
     *("hang", "straggler", "corruption", "repro", "judgement", "sizes", "attribution"),
-    *("forecast", "explanation", "posttraining", "preflight", "gpu", "assistants"),
+    *("forecast", "explanation", "posttraining", "drill", "preflight", "gpu", "assistants"),
 )
 """Benches that run only by their own name; their parts of the page stay when it is written."""
 
@@ -128,6 +128,7 @@ def build_app() -> typer.Typer:
         bench_posttraining
     )
     app.command("preflight", epilog=f"Example: {PROGRAM} preflight --quick")(bench_preflight)
+    app.command("drill", epilog=f"Example: {PROGRAM} drill --quick")(bench_drill)
     app.command("forecast", epilog=f"Example: {PROGRAM} forecast --quick")(bench_forecast)
     app.command("gpu", epilog=f"Example: {PROGRAM} gpu check --resume")(bench_gpu)
     return app
@@ -429,6 +430,25 @@ def bench_preflight(
     )  # fmt: skip
 
 
+def bench_drill(
+    quick: Quick = False,
+    output: Output = Format.TABLE,
+    page: Part = None,
+    loops: Annotated[
+        str, typer.Option(help="Only these scripts of drill/loops/, comma-separated.")
+    ] = "",
+    results: Results = None,
+) -> None:
+    """Run `vitals drill` on well-known loops, and compare each row with what is promised.
+
+    Three loops break a promise on purpose. Also counts files of the user that changed. 40 minutes.
+    """
+    from vitals_bench.drill.measure import Options as Drilled
+
+    options = {"drill": {"options": Drilled(loops=_words(loops), results=results)}}
+    _run(("drill",), quick=quick, output=output, page=page, options=options)
+
+
 def bench_forecast(
     quick: Quick = False, output: Output = Format.TABLE, page: Part = None, traces: Traces = None
 ) -> None:
@@ -516,6 +536,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         corruption,
         dashboard,
         detect,
+        drill,
         explanation,
         forecast,
         guard,
@@ -554,6 +575,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         "explanation": explanation.PARTS,
         "posttraining": posttraining.PARTS,
         "preflight": preflight.PARTS,
+        "drill": drill.PARTS,
     }
 
 

@@ -1,0 +1,1 @@
+"""Programs of users, small: the structure of well-known training scripts, with Vitals in them."""
