@@ -437,6 +437,7 @@ def bench_drill(
     loops: Annotated[
         str, typer.Option(help="Only these scripts of drill/loops/, comma-separated.")
     ] = "",
+    modes: Annotated[str, typer.Option(help="Only these modes, comma-separated.")] = "",
     results: Results = None,
 ) -> None:
     """Run `vitals drill` on well-known loops, and compare each row with what is promised.
@@ -445,7 +446,8 @@ def bench_drill(
     """
     from vitals_bench.drill.measure import Options as Drilled
 
-    options = {"drill": {"options": Drilled(loops=_words(loops), results=results)}}
+    drilled = Drilled(loops=_words(loops), modes=_words(modes), results=results)
+    options = {"drill": {"options": drilled}}
     _run(("drill",), quick=quick, output=output, page=page, options=options)
 
 
