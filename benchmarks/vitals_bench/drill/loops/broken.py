@@ -59,13 +59,13 @@ def main() -> None:
     with trainvitals.watch(
         model, optimizer, scheduler, run="broken", mode=options.mode, checkpoints=checkpoints
     ) as monitor:
-        if options.how == "scheduler":  # it was restored, and is stepped a second time
-            for _ in range(monitor.step_index):
-                scheduler.step()
+        is_resumed = monitor.step_index > 0
         for x, y in monitor.batches(loader):
             loss = nn.functional.mse_loss(model(x), y)
             loss.backward()
             monitor.step(loss, max_norm=1.0)
+            if is_resumed and options.how == "scheduler":  # `watch` steps it, too
+                scheduler.step()
             if monitor.step_index >= options.steps:
                 break
     dist.destroy_process_group()
