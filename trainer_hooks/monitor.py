@@ -549,7 +549,7 @@ class Monitor(MonitorBase):
         """Reset the monitor's parts that depend on the state before a rollback."""
         for feature in self._run.features:
             feature.on_restored(self._step)
-        self._device.shadow.keep()
+        self._device.shadow.keep_restored()
         if self._device.sampler is not None:
             self._device.sampler.discard_copies()
         if self._device.averages is not None:

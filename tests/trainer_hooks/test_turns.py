@@ -175,6 +175,23 @@ def test_a_rollback_within_a_batch_leaves_out_the_rest_of_it_and_ends_as_the_cle
     assert_same(Gan().bare(), state)
 
 
+def test_a_rollback_with_a_pending_graph_does_not_fail_the_backward_of_the_loop(tmp_path):
+    """The generator's backward comes after a restore that wrote its weights and batch norm."""
+    gan, back = Gan(), []
+
+    def each(monitor, outcome):
+        if outcome.step == 81 and not back:
+            with torch.no_grad():
+                next(gan.g.parameters()).data.fill_(NAN)
+        if outcome.rolled_back_to is not None:
+            back.append(outcome.step % 2)
+
+    settings = trainvitals.CheckpointSettings(directory=tmp_path / "kept", snapshot_every=21)
+    state, _ = watched(gan, each=each, mode="heal", checkpoints=settings)
+    assert [0] == back  # the discriminator's step, before that backward
+    assert_same(Gan().bare(), state)
+
+
 def test_a_loop_that_is_left_where_a_rollback_came_trains_on(tmp_path):
     """The rest of that batch is not trained on; what follows without a loader is no part of it."""
     gan, back = Gan(), []

@@ -90,6 +90,13 @@ class StepShadows:
         for part in self._parts:
             part.keep()
 
+    def keep_restored(self) -> None:
+        """Copy all parts after an earlier state was restored, which raises no version."""
+        for part in self._parts:
+            if isinstance(part, BufferShadow):
+                part.forget_versions()
+        self.keep()
+
     def put_back(self, bad: Tensor) -> None:
         """Restore all kept copies if ``bad`` is 1. Does not wait."""
         for part in self._parts:
@@ -219,6 +226,10 @@ class BufferShadow:
             else:
                 self._saved_copies = {i: buffer.clone() for i, buffer in live.items()}
         self._versions = {i: buffer._version for i, buffer in self._constant.items()}
+
+    def forget_versions(self) -> None:
+        """Copy all buffers at the next ``keep``, also those that are mostly constant."""
+        self._versions = {}
 
     def _copy_buffers(self, live: dict[int, Tensor]) -> None:
         """Copy these buffers of the model to their kept copies."""

@@ -382,7 +382,9 @@ class TrainingState:
         """Restore tensors: copy them into the live ones of the same name, after ``conform``."""
         live = self.tensors()
         for key, tensor in saved.items():
-            live[key].copy_(tensor, non_blocking=True)
+            # Through .data, which raises no version: within a batch of several optimizers the loop
+            # still calls a backward whose graph has the tensor. Its update is dropped.
+            live[key].data.copy_(tensor, non_blocking=True)
 
     def load_host_state(self, host: HostState, *, rng: bool = True) -> None:
         """Restore everything that is not a live tensor; the last part of a restore.
