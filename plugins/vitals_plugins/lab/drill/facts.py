@@ -47,6 +47,12 @@ class DrillFacts(msgspec.Struct, frozen=True, kw_only=True):
         return next((each for each in self.records if each.kind == kind), None)
 
     @property
+    def owns_step(self) -> bool:
+        """Return whether Vitals controls the step of the drilled loop: not with adapters."""
+        started = self.first("started")
+        return started is None or started.owns_step
+
+    @property
     def is_stored(self) -> bool:
         """Return whether all steps of the drilled training are stored, of the latest start too."""
         last = self.last_step

@@ -123,6 +123,8 @@ class DrillRecord(msgspec.Struct, frozen=True, kw_only=True):
     first_save_step: int = -1
     """Step at which the first checkpoint is on disk; -1 without checkpoints."""
     has_probe: bool = False
+    owns_step: bool = True
+    """Whether Vitals controls the step; ``attach`` and adapters roll nothing back."""
     state_bytes: int = 0
     """Size of the parameters, of all ranks."""
     step_seconds: float | None = None

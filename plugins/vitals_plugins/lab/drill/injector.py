@@ -184,6 +184,7 @@ class DrillFeature(StepFeature):
             run_id=run.run_dir.run_id,
             world_size=world_size,
             first_save_step=first_save,
+            owns_step=run.given.owns_step,
             state_bytes=num_bytes * (world_size if run.replicas is None else 1),
         )
 

@@ -26,6 +26,8 @@ LOSS_STEPS = 10
 """Latest steps whose mean loss is compared with the undisturbed training."""
 DrillOutcome = Literal["kept", "broken", "not protected", "not tested"]
 _HEAL = 'trainvitals.watch(..., mode="heal", checkpoints=True)'
+_OWN_LOOP = f"a loop of your own with {_HEAL}: attach and adapters roll nothing back"
+_OWN_CHECKPOINTS = "checkpoints of the trainer, from which the next start resumes"
 _GUARD = 'trainvitals.watch(..., mode="guard"), without VITALS_MODE=observe'
 _PROBE = (
     'monitor.step(loss, max_norm="auto") without a clip of your own, or mode="heal" with '
@@ -167,7 +169,7 @@ def _why_not_injected(spec: FaultSpec, facts: DrillFacts) -> tuple[DrillOutcome,
         text = "the budget ended before its outcome was known"
         return "not tested", text, "--budget SECONDS, or --only"
     if impossible is not None:
-        hint = _HEAL if spec.is_restarted else ""
+        hint = _checkpoint_hint(facts) if spec.is_restarted else ""
         return "not tested" if spec.name == "full_disk" else "not protected", impossible.text, hint
     if facts.first("killed") is not None:
         text = f"the second start did not resume, with exit code {facts.exit_code}"
@@ -179,6 +181,11 @@ def _why_not_injected(spec: FaultSpec, facts: DrillFacts) -> tuple[DrillOutcome,
             f"the program ended before the fault, which is injected at step {FAULT_STEP} or later"
         )
     return "not tested", text, "run it longer"
+
+
+def _checkpoint_hint(facts: DrillFacts) -> str:
+    """Return the line with which a drilled loop would have checkpoints."""
+    return _HEAL if facts.owns_step else _OWN_CHECKPOINTS
 
 
 def mean_loss(facts: DrillFacts, end_step: int) -> float | None:
@@ -256,7 +263,7 @@ def _judge_repair(case: _Case) -> DrillRow:
     seen = next((f.kind for _, f in case.facts.findings if f.kind in kinds), "")
     row = case.seen(seen, action, alert.received_unix_ns, case.named_rank(*kinds))
     text = f"mode {case.mode!r} pages for a damaged state, and does not repair it"
-    return _change(row, "not protected", text, _HEAL)
+    return _change(row, "not protected", text, _HEAL if case.facts.owns_step else _OWN_LOOP)
 
 
 def _judge_poison(case: _Case) -> DrillRow:
@@ -333,7 +340,7 @@ def _judge_kill(case: _Case) -> DrillRow:
         return _change(row, "broken", "steps before the kill are not stored")
     if not case.saves:
         text = "without checkpoints a restart begins at step 0"
-        return _change(row, "not protected", text, _HEAL)
+        return _change(row, "not protected", text, _checkpoint_hint(facts))
     if sum(each.kind == "started" and each.rank == 0 for each in facts.records) < 2:
         text = f"the second start ended with exit code {facts.exit_code}, before Vitals started"
         return _change(row, "not tested", text, _RENDEZVOUS)

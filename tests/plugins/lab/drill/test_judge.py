@@ -176,6 +176,24 @@ def test_a_killed_rank_is_reported_and_a_second_start_continues():
     assert "no alert arrived" in judged("killed_rank", replace(resumed, alerts=()))[2]
 
 
+def test_a_loop_with_an_adapter_gets_no_advice_that_it_cannot_follow():
+    damaged = facts(
+        alerts=(alert("TrainingHalted"),), findings=(finding("nonfinite_params"),), exit_code=1
+    )
+    killed = facts(alerts=(alert("RunFailed"),))
+    for fault, each, words in (
+        ("nan_parameters", damaged, "a loop of your own"),
+        ("killed_rank", killed, "checkpoints of the trainer"),
+    ):
+        watched = judge_fault(FAULTS[fault], each, UNDISTURBED)
+        started = replace(each.records[0], owns_step=False)
+        attached = replace(each, records=(started, *each.records[1:]))
+        row = judge_fault(FAULTS[fault], attached, UNDISTURBED)
+        assert ("not protected", "not protected") == (watched.outcome, row.outcome)
+        assert watched.hint.startswith("trainvitals.watch(")
+        assert row.hint.startswith(words)
+
+
 @pytest.mark.parametrize("fault", ["killed_agent", "collector_down"])
 def test_no_row_is_lost_without_the_agent_or_the_collector(fault):
     note = (2 * SECOND, "Note", "the node's agent was killed; restarted [agent_restarted]")
