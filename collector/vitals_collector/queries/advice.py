@@ -69,6 +69,7 @@ _ADVICE = {
     "epochs_repeated": f"{_GO_BACK} Train for fewer epochs or on more rows.",
     "known_rows": "Decode some labels: prompts may contain the answers.",
     "forgetting": "Start again from the base model with a tenth of the learning rate.",
+    "labels": "Decode the labels of some rows: only completions must have labels.",
     "padding_labels": "Set the labels of padding to -100.",
     "no_end_label": "End each completion with the tokenizer's eos_token, and give it a label.",
     "prompt_labels": "Set the labels of prompts to -100: `completion_only_loss=True`.",

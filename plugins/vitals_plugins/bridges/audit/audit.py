@@ -16,6 +16,7 @@ import msgspec
 
 from trainvitals.alerting import alerts_for_decision, alerts_for_finding
 from trainvitals.detect.posttraining.charts import quantity_charts
+from trainvitals.detect.posttraining.names import is_of_policy
 from trainvitals.detect.posttraining.set import PostTrainingDetectors
 from trainvitals.detect.registry import KINDS as FINDING_KINDS
 from trainvitals.document.blocks import Block, Heading, Paragraph, TableBlock
@@ -711,7 +712,8 @@ def _limits(audit: Audit) -> list[str]:
     columns, limit_texts = audit.history.columns, []
     if "loss" not in columns and not audit.task:
         limit_texts.append("It has no loss: spikes, divergence and recovery cannot be judged.")
-    if audit.task and not audit.history.scalars:
+    is_of_task = any(is_of_policy(name) for name in audit.history.scalars.values())
+    if audit.task and audit.task != "sft" and not is_of_task:
         limit_texts.append(
             "It has no post-training scalar with a known name, so only the loss and the gradient "
             "norm are judged; --scalar NAME=COLUMN names one."
