@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import OrderedDict
 from pathlib import Path
 
 import torch
@@ -119,6 +120,20 @@ def sharded(rank):
     return {"kept": kept, "norms": all(close) and len(close) == 30}
 
 
+def adapted(rank):
+    """FSDP2 with a LoRA adapter: rank 0 alone reads whether it has a gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(lora_A=nn.Linear(4, 8), out=nn.Linear(8, 1)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with trainer_hooks.attach(model, optimizer, task="sft") as attached:
+        for step in range(5):
+            attached.loss(forward(model, rank, step))
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"step": attached.step_index, "faults": attached.swallowed_errors}
+
+
 def resumed(rank):
     """The state of rank 0 alone, as a checkpoint holds it, protects both from the first step."""
     model, optimizer = ddp(fused=True)
@@ -141,6 +156,7 @@ def main(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     found = {"failing": failing_preparation(rank), "sharded": sharded(rank)}
+    found["adapted"] = adapted(rank)
     for fused in (True, False):
         found[f"nan {fused}"] = nan_on_one(rank, fused)
         found[f"overflow {fused}"] = overflow_on_one(rank, fused)

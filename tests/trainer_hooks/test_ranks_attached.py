@@ -42,6 +42,10 @@ def test_fsdp2_gives_its_norm_as_it_is(found):
     assert [{"kept": [30, 31], "norms": True}] * 2 == [one["sharded"] for one in found]
 
 
+def test_fsdp2_with_an_adapter_whose_gradient_one_rank_reads_does_not_hang(found):
+    assert [{"step": 5, "faults": {}}] * 2 == [one["adapted"] for one in found]
+
+
 def test_the_state_of_one_rank_protects_all_from_the_first_step(found):
     ranks = [one["resumed"] for one in found]
     assert [([0], 33, 1)] * 2 == [(one["kept"], one["step"], one["skips"]) for one in ranks]

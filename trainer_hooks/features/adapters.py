@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, StepFeature
+from trainer_hooks.tensors.gradients import local_tensor
 from trainer_hooks.tensors.optimizer_state import params_of
 
 _STEPS = 3
@@ -102,5 +103,8 @@ def _layer_of(name: str) -> str | None:
 
 
 def _has_gradient(param: Tensor) -> bool:
-    """Return whether a parameter has a gradient that is not 0; waits for its device."""
-    return param.grad is not None and bool(torch.count_nonzero(param.grad))
+    """Return whether this rank's part of a gradient is not 0; waits for its device.
+
+    Of a DTensor only the local part: the other ranks do not take part in a reduction here.
+    """
+    return param.grad is not None and bool(torch.count_nonzero(local_tensor(param.grad)))
