@@ -30,6 +30,8 @@ class DrillFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that are stored."""
     latest_steps: frozenset[int] = frozenset()
     """Those of the latest attempt."""
+    overflow_steps: frozenset[int] = frozenset()
+    """Steps whose update the gradient scaler skipped."""
     losses: dict[int, float | None] = {}
     """Loss of each step that is stored; the latest one of a step that was trained twice."""
     repeated_losses: dict[int, tuple[float, float]] = {}

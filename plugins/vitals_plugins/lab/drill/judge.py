@@ -232,6 +232,9 @@ def _judge_skip(case: _Case) -> DrillRow:
     """Judge a fault whose update must be skipped: only this update."""
     report = case.decision("skip_step")
     if report is None or report[1].step != case.step:
+        if case.step in case.facts.overflow_steps:
+            action = "update skipped by the gradient scaler"
+            return _must_continue(case, case.seen("overflow", action, 0))
         if case.note_time("norm_unknown") and case.spec.name == "spike":
             text = "attach() does not know the gradient norm before the loop's clip"
             return case.row("not protected", text, _NORM)

@@ -24,6 +24,7 @@ from trainvitals.io.client import (
     open_collector_client,
     read_collector_file,
 )
+from trainvitals.records import OVERFLOW
 from trainvitals.views import (
     CheckpointsQuestion,
     CurveQuestion,
@@ -285,6 +286,9 @@ class DrillRunner:
             resumed_step=resumed[-1].fork_step if resumed else -1,
             steps=frozenset(verdicts),
             latest_steps=frozenset(step for step in verdicts if latest in verdicts[step]),
+            overflow_steps=frozenset(
+                step for step, bits in verdicts.items() if int(list(bits.values())[-1]) & OVERFLOW
+            ),
             # Of a step that was trained twice, the later one counts.
             losses={step: list(values.values())[-1] for step, values in losses.items()},
             repeated_losses=_repeated(losses),

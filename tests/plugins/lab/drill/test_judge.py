@@ -176,6 +176,14 @@ def test_a_killed_rank_is_reported_and_a_second_start_continues():
     assert "no alert arrived" in judged("killed_rank", replace(resumed, alerts=()))[2]
 
 
+def test_an_update_that_the_gradient_scaler_skips_is_kept():
+    row = judge_fault(FAULTS["nan_gradient"], facts(overflow_steps=frozenset({STEP})), UNDISTURBED)
+    assert ("kept", "overflow", None) == (row.outcome, row.seen, row.is_named_right)
+    assert "update skipped by the gradient scaler" == row.action
+    other = facts(overflow_steps=frozenset({STEP + 1}))
+    assert "was not skipped" in judged("nan_gradient", other)[2]
+
+
 def test_a_loop_with_an_adapter_gets_no_advice_that_it_cannot_follow():
     damaged = facts(
         alerts=(alert("TrainingHalted"),), findings=(finding("nonfinite_params"),), exit_code=1
