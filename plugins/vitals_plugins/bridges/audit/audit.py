@@ -16,7 +16,7 @@ import msgspec
 
 from trainvitals.alerting import alerts_for_decision, alerts_for_finding
 from trainvitals.detect.posttraining.charts import quantity_charts
-from trainvitals.detect.posttraining.names import is_of_policy
+from trainvitals.detect.posttraining.names import TASKS, is_of_policy
 from trainvitals.detect.posttraining.set import PostTrainingDetectors
 from trainvitals.detect.registry import KINDS as FINDING_KINDS
 from trainvitals.document.blocks import Block, Heading, Paragraph, TableBlock
@@ -712,8 +712,9 @@ def _limits(audit: Audit) -> list[str]:
     columns, limit_texts = audit.history.columns, []
     if "loss" not in columns and not audit.task:
         limit_texts.append("It has no loss: spikes, divergence and recovery cannot be judged.")
-    is_of_task = any(is_of_policy(name) for name in audit.history.scalars.values())
-    if audit.task and audit.task != "sft" and not is_of_task:
+    spec, names = TASKS.get(audit.task), audit.history.scalars.values()
+    # In SFT the loss is one of them.
+    if spec is not None and not any(spec.supervised or is_of_policy(name) for name in names):
         limit_texts.append(
             "It has no post-training scalar with a known name, so only the loss and the gradient "
             "norm are judged; --scalar NAME=COLUMN names one."
