@@ -65,9 +65,9 @@ def humanize_bytes(value: float) -> str:
 def humanize_seconds(value: float) -> str:
     """Return a duration: ``850 us``, ``12.3 s``, ``3 min 20 s``, ``2 d 4 h``."""
     size = abs(value)
-    if size and size < 1e-3:
+    if size and size < 0.9995e-3:  # 1e-3 in three digits
         return f"{value * 1e6:.3g} us"
-    if size < 1:
+    if size < 0.9995:
         return f"{value * 1e3:.3g} ms"
     if size < 60:
         return f"{value:.3g} s"

@@ -188,11 +188,12 @@ def measure_preflight(*, quick: bool, options: Options | None = None) -> Iterato
 
 
 def _read(results: Path | None) -> dict[tuple[str, int], Trial]:
-    """Return the stored preflights."""
+    """Return the stored preflights, judged by the current rules."""
     if results is None or not results.exists():
         return {}
     lines = results.read_bytes().splitlines()
-    trials = [msgspec.json.decode(line, type=Trial) for line in lines]
+    stored = [msgspec.json.decode(line, type=Trial) for line in lines]
+    trials = [msgspec.structs.replace(each, findings=judge(each.reports)) for each in stored]
     return {(trial.fault, trial.number): trial for trial in trials}
 
 

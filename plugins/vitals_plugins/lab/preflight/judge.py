@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
+from statistics import median, median_low
 from typing import Literal
 
 import msgspec
@@ -27,7 +27,8 @@ Severity = Literal["fail", "note"]
 """``fail``: do not train with this. ``note``: worth knowing."""
 
 NUM_DEVIATIONS = 4.0
-"""A slow rank is also this many robust standard deviations below the others."""
+"""The logarithm of a slow rank's speed is also this many robust standard deviations below the
+others."""
 _MAD_TO_DEVIATION = 1.4826
 TWO_RANKS_RATIO = 0.5
 """With two ranks there is no majority. One is named only if it has less than half of the other's
@@ -309,7 +310,8 @@ def _slow_ranks(
 def _speeds(spec: FigureSpec, reports: Sequence[PreflightReport]) -> dict[int, float]:
     """Return a preflight's figure by rank: more is better, without ranks that lack it.
 
-    A figure of the node has one entry per node, for its first rank.
+    A figure of the node has one entry per node, for its first rank: the lower median, as a cache
+    makes some writes faster than the disk.
     """
     groups: dict[object, list[tuple[int, float]]] = defaultdict(list)
     for report in reports:
@@ -317,7 +319,7 @@ def _speeds(spec: FigureSpec, reports: Sequence[PreflightReport]) -> dict[int, f
         if speed is not None:
             group = report.node if spec.is_of_node else report.rank
             groups[group].append((report.rank, speed))
-    return {each[0][0]: median(speed for _, speed in each) for each in groups.values()}
+    return {each[0][0]: median_low([speed for _, speed in each]) for each in groups.values()}
 
 
 def _as_speed(spec: FigureSpec, value: float | None) -> float | None:
@@ -335,11 +337,15 @@ def _ratio(spec: FigureSpec, report: PreflightReport) -> float:
 def _is_slow(speed: float, others: Sequence[float], ratio: float) -> bool:
     """Return whether a preflight's rank is slow: by the ratio and by more than others' scatter.
 
-    The reference excludes the rank itself: with three ranks it would be a third of it.
+    The reference excludes the rank itself: with three ranks it would be a third of it. Speeds
+    scatter by factors, so their logarithms are compared: no speed is more than 100% below another,
+    which a scatter of 25% would explain.
     """
-    middle = median(others)
-    deviation = _MAD_TO_DEVIATION * median(abs(other - middle) for other in others)
-    return speed < ratio * middle and middle - speed > NUM_DEVIATIONS * deviation
+    logarithms = [math.log(other) for other in others]
+    middle = median(logarithms)
+    deviation = _MAD_TO_DEVIATION * median(abs(each - middle) for each in logarithms)
+    below = middle - math.log(speed)
+    return below > -math.log(ratio) and below > NUM_DEVIATIONS * deviation
 
 
 def _compare_two(

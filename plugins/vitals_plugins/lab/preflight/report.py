@@ -28,7 +28,7 @@ class FigureSpec(msgspec.Struct, frozen=True):
     least: float = 0.0
     """Shorter times are equally good: they slow no training."""
     is_of_node: bool = False
-    """Whether the ranks of a node share it: they are compared by their median, as one."""
+    """Whether the ranks of a node share it: they are compared by their lower median, as one."""
 
 
 # GPUs of one model differ by a few percent in clock and power, and a GPU belongs to one job: 0.85

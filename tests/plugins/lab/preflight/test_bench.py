@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from tests.plugins.lab.preflight.ranks import healthy
+from tests.plugins.lab.preflight.ranks import change, healthy, racked, scale, slow_pairs
 from trainvitals.errors import VitalsError
 from vitals_bench.preflight.measure import (
     CLEAN,
@@ -16,6 +16,7 @@ from vitals_bench.preflight.measure import (
     run_trial,
 )
 from vitals_plugins.lab.preflight.judge import PreflightFinding
+from vitals_plugins.lab.preflight.report import ClockOffset, PreflightReport
 
 
 def trial_of(fault: str, *nodes: str, kind: str = "", severity: str = "fail") -> Trial:
@@ -29,8 +30,23 @@ def trial_of(fault: str, *nodes: str, kind: str = "", severity: str = "fail") ->
         load=0.0,
         budget=60.0,
         findings=(named,) if kind or KINDS[fault] else (),
-        reports=tuple(healthy(NUM_NODES * PER_NODE, per_node=PER_NODE)),
+        reports=reports_of(fault),
     )
+
+
+def reports_of(fault: str) -> tuple[PreflightReport, ...]:
+    """Return the reports of a preflight whose node n1 has the fault."""
+    reports = racked(healthy(NUM_NODES * PER_NODE, per_node=PER_NODE), "r0")
+    if fault == "throttled rank":
+        reports = scale(reports, 3, 0.3, "gemm_flops_per_second")
+    if fault == "throttled link":
+        reports = slow_pairs(reports, lambda a, b: len({a, b} & {2, 3}) == 1)
+    for rank in (2, 3):
+        if fault == "slow disk":
+            reports = scale(reports, rank, 0.1, "disk_bytes_per_second")
+        if fault == "skewed clock":
+            reports = change(reports, rank, offset=ClockOffset(1.0, 0.001))
+    return tuple(reports)
 
 
 def test_a_fault_counts_if_only_its_node_is_named_and_as_what_it_is():
@@ -50,8 +66,8 @@ def test_a_clean_preflight_counts_if_nothing_failed():
     assert trial_of(CLEAN, "n1", kind="slow_rank").has_false
 
 
-def test_stored_preflights_are_not_run_again(tmp_path):
-    trials = [trial_of(fault, "n1") for fault in KINDS]
+def test_stored_preflights_are_not_run_again_but_judged_again(tmp_path):
+    trials = [trial_of(fault, "n2", kind="as_stored") for fault in KINDS]
     results = tmp_path / "results"
     results.write_bytes(b"".join(msgspec.json.encode(trial) + b"\n" for trial in trials))
     grid, named, failed = measure_preflight(quick=True, options=Options(results=results))

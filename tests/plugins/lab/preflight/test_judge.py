@@ -108,6 +108,13 @@ def test_scatter_as_large_as_the_difference_names_no_rank():
     assert [] == found(reports)
 
 
+def test_a_disk_of_a_tenth_is_slow_although_the_others_differ_by_half():
+    reports = healthy(3, noise=0.0)
+    for rank, factor in enumerate((0.1, 1.0, 1.5)):
+        reports = scale(reports, rank, factor, "disk_bytes_per_second")
+    assert [("slow_rank", (0,), ("n0",))] == found(reports)
+
+
 def test_equal_figures_are_not_a_finding():
     assert [] == found(healthy(4, noise=0.0))
 
