@@ -150,9 +150,9 @@ def watch(
             optimizers a list), or a shape, ``LRSchedule(kind="cosine", warmup_steps=1000)`` or
             ``"cosine"``, ``"linear"``, ``"wsd"`` (with ``total_steps``) or ``"constant"``. A
             difference is reported once; Vitals does not act on it.
-        pipeline: the schedule of ``torch.distributed.pipelining`` that runs this rank's stage,
-            ``ScheduleGPipe`` or ``Schedule1F1B``; ``model`` is the module of the stage. Ranks
-            without the last stage call ``monitor.step()`` without a loss.
+        pipeline: the schedule of ``torch.distributed.pipelining`` that runs this rank's stages;
+            ``model`` is the module of the stage, or an ``nn.ModuleList`` of several. Ranks without
+            the last stage call ``monitor.step()`` without a loss.
         misplaced: refused; the error names the method of the monitor that takes the argument.
 
     Returns:
@@ -247,7 +247,7 @@ def build_monitor_parts(arguments: WatchArguments) -> MonitorParts | None:
         arguments.names,
         vector_fields(),
         takes_groups=arguments.takes_groups,
-        stage=arguments.stage(),
+        stages=arguments.stages(),
     )
     with ExitStack() as undo:
         undo.callback(device.release)  # a failed setup leaves the optimizers unchanged

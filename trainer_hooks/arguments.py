@@ -23,7 +23,7 @@ from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.recovery.manager import CheckpointSettings
 from trainer_hooks.tensors.gradients import NamedModels, unwrap
-from trainer_hooks.tensors.pipeline import PipelineStage, stages_of
+from trainer_hooks.tensors.pipeline import PipelineStages, name_stages, stages_of
 from trainvitals.auto_clip import MaxNorm, refuse_max_norm
 from trainvitals.detect.outliers import LossKind
 from trainvitals.detect.posttraining.names import (
@@ -71,7 +71,7 @@ class WatchArguments:
     total_steps: int | None = None
     schedule: Declared | None = None
     pipeline: Any = None
-    """Schedule of ``torch.distributed.pipelining`` that runs the model, which is one stage."""
+    """Schedule of ``torch.distributed.pipelining`` that runs the stages in the model."""
     names: tuple[str, ...] = ()
     """Names of the optimizers, if they may take turns (GAN)."""
     owns_clip: bool = True
@@ -85,9 +85,9 @@ class WatchArguments:
         """Whether the loop may add parameter groups: Vitals controls its step and optimizers."""
         return self.owns_step and self.engine is None and self.pipeline is None
 
-    def stage(self) -> PipelineStage | None:
-        """Return the rank's stage of the pipeline given to ``watch``; None without one."""
-        return None if self.pipeline is None else PipelineStage.of(self.pipeline)
+    def stages(self) -> PipelineStages | None:
+        """Return the rank's stages of the pipeline given to ``watch``; None without one."""
+        return None if self.pipeline is None else PipelineStages.of(self.pipeline)
 
     def meaning_of_loss(self) -> LossKind:
         """Return the kind of loss; by default that of the task, otherwise of the models."""
@@ -336,28 +336,31 @@ def _check_pipeline(arguments: WatchArguments) -> None:
     if arguments.pipeline is None:
         if stages:
             raise UsageError(
-                f"the model is stage {stages[0].number} of a pipeline with {stages[0].num_stages} "
-                "stages",
+                f"the model is {name_stages([number for number, _ in stages])} of a pipeline with "
+                f"{stages[0][1]} stages",
                 hint="watch(stage_module, optimizer, pipeline=schedule); attach() and the adapters "
                 "do not support pipelines",
             )
         return
-    PipelineStage.of(arguments.pipeline)
+    watched = PipelineStages.of(arguments.pipeline)
     if isinstance(arguments.model, NamedModels):
         raise UsageError(
-            "pipeline was given with several models; the model must be the module of one stage",
-            hint="watch(stage_module, optimizer, pipeline=schedule)",
+            "pipeline was given with several named models; the model must be one module",
+            hint="watch(stage_module, optimizer, pipeline=schedule); of several stages: "
+            "torch.nn.ModuleList(stage_modules)",
+        )
+    inside = {id(each) for each in arguments.model.modules()}
+    outside = [number for number, each in watched.modules.items() if id(each) not in inside]
+    if outside:
+        raise UsageError(
+            f"the model does not contain {name_stages(outside)} of this rank's schedule",
+            hint="watch(stage_module, optimizer, pipeline=schedule); of several stages: "
+            "torch.nn.ModuleList(stage_modules)",
         )
     if getattr(arguments.signals, "measures", False):
         raise UsageError(
             "signals are not measured in a pipeline, because its ranks hold different layers",
             hint="leave watch(signals=...) out",
-        )
-    if any(hasattr(parameter, "to_local") for parameter in arguments.model.parameters()):
-        raise UsageError(
-            "the stage of the pipeline is sharded (FSDP2 or tensor parallelism), which is not "
-            "supported",
-            hint="watch stages of plain modules, one per rank",
         )
 
 

@@ -1,20 +1,39 @@
-"""A training by ``torch.distributed.pipelining`` with one stage per rank, watched or bare."""
+"""A training by ``torch.distributed.pipelining``, watched or bare."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS, BATCH, MICRO = 14, 16, 4
 BAD = (3, 4, 9)
 """Steps that are left out of the bare program, and are bad in the watched one."""
-SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+SCHEDULES = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
 OPTIMIZERS = {
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "sgd-momentum-fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
 }
+
+
+def local(tensor):
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class Block(nn.Module):
@@ -28,8 +47,14 @@ class Block(nn.Module):
         return self.layers(x)
 
 
+def stages_of_rank(schedule, rank, size):
+    """Return the stages of a rank: the first and last one are on rank 0 if they form a V."""
+    second = {"interleaved": rank + size, "zero bubble": rank + size, "zbv": 2 * size - 1 - rank}
+    return [rank, *([second[schedule]] if schedule in second else [])]
+
+
 def split(rank, size):
-    """Return this rank's slice of one sequence, whose names differ from those of the others."""
+    """Return a stage's slice of one sequence, whose names differ from those of the others."""
     torch.manual_seed(5)
     whole = nn.Sequential(*(layer for _ in range(size) for layer in (nn.Linear(8, 8), nn.Tanh())))
     return whole[2 * rank : 2 * rank + 2]
@@ -38,29 +63,43 @@ def split(rank, size):
 class Pipelined:
     """One rank of the training; equal names on all stages unless ``distinct``."""
 
-    def __init__(self, optimizer="adamw-fused", schedule="gpipe", *, distinct=False, mesh=None):
+    def __init__(
+        self, optimizer="adamw-fused", schedule="gpipe", *, distinct=False, mesh=None, shards=False
+    ):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.seed, group = 0, None
         if mesh is not None:  # data parallel, pipeline
             self.rank, self.size = mesh["pp"].get_local_rank(), mesh["pp"].size()
             self.seed, group = 10**6 * mesh["dp"].get_local_rank(), mesh["pp"].get_group()
-        torch.manual_seed(self.rank)
-        self.module = split(self.rank, self.size) if distinct else Block()
-        if mesh is not None:
+        numbers = stages_of_rank(schedule, self.rank, self.size)
+        num_stages = len(numbers) * self.size
+        self.stages = []
+        for number in numbers:
+            torch.manual_seed(number)
+            self.stages.append(split(number, num_stages) if distinct else Block())
+        self.module = nn.ModuleList(self.stages) if len(numbers) > 1 else self.stages[0]
+        if shards:
+            fully_shard(self.module, mesh=mesh["dp"])
+        elif mesh is not None:
             self.module = DistributedDataParallel(
                 self.module, process_group=mesh["dp"].get_group(), broadcast_buffers=False
             )
-        self.is_last = self.rank == self.size - 1
+        self.is_first, self.is_last = 0 in numbers, num_stages - 1 in numbers
         # Without these, torch runs the later stages on uninitialized memory to learn the shapes,
         # which the statistics of batch norm keep.
         chunk = torch.zeros(BATCH // MICRO, 8)
         moved = torch.zeros(BATCH // MICRO, 8, requires_grad=True)
-        received = chunk if self.rank == 0 else moved
-        device = torch.device("cpu")
-        stage = PipelineStage(
-            self.module, self.rank, self.size, device, received, moved, group=group
+        modules = self.stages if len(numbers) > 1 else [self.module]
+        stages = [
+            PipelineStage(
+                module, number, num_stages, torch.device("cpu"), moved if number else chunk, moved,
+                group=group,
+            )
+            for number, module in zip(numbers, modules, strict=True)
+        ]  # fmt: skip
+        self.schedule = SCHEDULES[schedule](
+            stages if len(numbers) > 1 else stages[0], MICRO, loss_fn=nn.functional.mse_loss
         )
-        self.schedule = SCHEDULES[schedule](stage, MICRO, loss_fn=nn.functional.mse_loss)
         self.optimizer = OPTIMIZERS[optimizer](self.module.parameters())
 
     def backward(self, step, factor=1.0):
@@ -68,7 +107,7 @@ class Pipelined:
         torch.manual_seed(1000 * step + self.rank + self.seed)
         generator = torch.Generator().manual_seed(step + self.seed)
         x = torch.randn(BATCH, 8, generator=generator)
-        arguments = (x * factor,) if self.rank == 0 else ()
+        arguments = (x * factor,) if self.is_first else ()
         if not self.is_last:
             self.schedule.step(*arguments)
             return None
@@ -82,7 +121,7 @@ class Pipelined:
         for i, param in enumerate(self.module.parameters()):
             held = self.optimizer.state.get(param, {})
             state |= {f"{i}.{name}": value for name, value in held.items()}
-        return {k: v.clone() for k, v in state.items() if isinstance(v, torch.Tensor)}
+        return {k: local(v).clone() for k, v in state.items() if isinstance(v, torch.Tensor)}
 
     def run_bare(self, *, without=BAD, steps=STEPS, max_norm=None):
         """Train without Vitals, without the updates of some steps."""
@@ -98,7 +137,7 @@ class Pipelined:
 
     def norm(self):
         """Return the norm of all stages' gradients."""
-        grads = [p.grad.double() for p in self.module.parameters() if p.grad is not None]
+        grads = [local(p.grad).double() for p in self.module.parameters() if p.grad is not None]
         square = torch.stack([grad.square().sum() for grad in grads]).sum()
         dist.all_reduce(square)
         return square.sqrt()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import trainer_hooks
 from tests.support.inside import device_of, events_of, records_of
@@ -54,10 +54,10 @@ def skips(schedule, optimizer, **settings):
     }
 
 
-def bad_gradient(bad_rank):
-    """NaN in a gradient of one stage, with a finite loss."""
-    training = Pipelined()
-    weight = training.module.layers[0].weight
+def bad_gradient(bad_rank, schedule="gpipe"):
+    """NaN in a gradient of a rank's last stage, with a finite loss."""
+    training = Pipelined(schedule=schedule)
+    weight = training.stages[-1].layers[0].weight
     with watch(training) as monitor:
         records, findings = records_of(monitor), events_of(monitor)
         for step in range(6):
@@ -101,7 +101,7 @@ def heals(folder, schedule):
             step = monitor.step_index
             if step == 8 and training.rank == 0 and not done:
                 done.append(step)
-                training.module.layers[0].weight.data[0, 0] = NAN
+                training.stages[0].layers[0].weight.data[0, 0] = NAN
             outcome = monitor.step(training.backward(step))
             back += [] if outcome.rolled_back_to is None else [outcome.rolled_back_to]
     found = {
@@ -143,9 +143,8 @@ def refusals():
     refused("not a schedule", lambda: watched(pipeline=module))
     signals = trainer_hooks.SignalSettings(weight_norm=True)
     refused("signals", lambda: watched(pipeline=training.schedule, signals=signals))
-    stages = [PipelineStage(module, rank + 2 * i, 4, device) for i in (0, 1)]
-    several = ScheduleInterleaved1F1B(stages, 2, loss_fn=nn.functional.mse_loss)
-    refused("several stages", lambda: watched(pipeline=several))
+    other = ScheduleGPipe(PipelineStage(nn.Linear(8, 8), rank, 2, device), 2)
+    refused("another module", lambda: watched(pipeline=other))
     wrong = ScheduleGPipe(PipelineStage(module, rank, 2 + rank, device), 2)
     refused("another pipeline", lambda: watched(pipeline=wrong))
     with watch(training) as monitor:
@@ -160,17 +159,20 @@ def refusals():
     return texts
 
 
-def data_parallel(schedule):
-    """Two pipelines of two stages, whose equal stages DDP averages; NaN in one pipeline's data."""
+def data_parallel(schedule, *, shards):
+    """Two pipelines of two stages: DDP averages equal stages, or FSDP2 shards them.
+
+    NaN in one pipeline's data.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    expected = Pipelined(schedule=schedule, mesh=mesh).run_bare()
-    training, losses, norms = Pipelined(schedule=schedule, mesh=mesh), [], []
+    expected = Pipelined(schedule=schedule, mesh=mesh, shards=shards).run_bare()
+    training, losses, norms = Pipelined(schedule=schedule, mesh=mesh, shards=shards), [], []
     with watch(training) as monitor:
         records = records_of(monitor)
         for step in range(STEPS):
             loss = training.backward(step, NAN if step in BAD and training.seed else 1.0)
             losses.append(0.0 if loss is None else loss.item())
-            norms.append(training.norm().item() / 2**0.5)  # it counts both replicas
+            norms.append(training.norm().item() / (1.0 if shards else 2**0.5))  # of both replicas
             monitor.step(loss)
     good = [step for step in range(STEPS) if step not in BAD]
     return {
@@ -197,17 +199,21 @@ def cases(rank, folder, *, world_size):
             "gpipe adamw-fused": skips("gpipe", "adamw-fused"),
             "gpipe adamw, other names": skips("gpipe", "adamw", distinct=True),
             "1f1b sgd-momentum-fused": skips("1f1b", "sgd-momentum-fused"),
+            "interleaved adamw-fused": skips("interleaved", "adamw-fused"),
         },
-        "heals": {"1f1b": heals(folder, "1f1b")},
+        "heals": {"1f1b": heals(folder, "1f1b"), "interleaved": heals(folder, "interleaved")},
     }
     if world_size == 2:
         found["skips"]["1f1b adamw"] = skips("1f1b", "adamw")
+        found["skips"]["zero bubble"] = skips("zero bubble", "adamw-fused")
+        found["skips"]["zbv, other names"] = skips("zbv", "adamw-fused", distinct=True)
         found["heals"]["gpipe"] = heals(folder, "gpipe")
-        found["bad gradient"] = [bad_gradient(0), bad_gradient(1)]
+        found["bad gradient"] = [bad_gradient(0), bad_gradient(1), bad_gradient(0, "interleaved")]
         found["clips"] = clips()
         found["refusals"] = refusals()
     else:
-        found["data parallel"] = data_parallel("1f1b")
+        found["ddp"] = data_parallel("1f1b", shards=False)
+        found["fsdp2"] = data_parallel("1f1b", shards=True)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Pipelines of torch.distributed.pipelining, one stage per rank: one norm, one verdict, exact."""
+"""Pipelines of torch.distributed.pipelining: one norm, one verdict, exact on every stage."""
 
 import os
 import subprocess
@@ -43,7 +43,8 @@ def test_skips_are_exact_on_every_stage(found):
 
 def test_the_norm_counts_every_stage_once_and_the_loss_is_the_last_stage_s(found):
     for name in found[0]["skips"]:
-        expected = found[-1]["skips"][name]
+        with_loss = [rank["skips"][name] for rank in found if any(rank["skips"][name]["losses"])]
+        (expected,) = with_loss  # the rank of the last stage
         for rank in found:
             case = rank["skips"][name]
             assert case["recorded norms"] == pytest.approx(expected["norms"], rel=1e-6), name
@@ -58,8 +59,9 @@ def test_equal_names_of_stages_get_the_stage_and_other_names_stay(found):
         assert ["0.weight", "0.bias"] == [name.removeprefix("stage0.") for name in other[:2]]
 
 
-def test_two_pipelines_that_ddp_averages_have_one_norm_one_loss_and_exact_skips(of_four):
-    cases = [rank["data parallel"] for rank in of_four]
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_two_pipelines_with_data_parallelism_are_exact(of_four, wrapper):
+    cases = [rank[wrapper] for rank in of_four]
     last = [case["losses"] for case in cases if any(case["losses"])]
     mean = [sum(losses) / 2 for losses in zip(*last, strict=True)]
     for case in cases:
@@ -74,16 +76,16 @@ def test_a_nan_loss_does_not_blame_the_last_stage(found):
     assert [UNKNOWN] * len(BAD) == found[0]["skips"]["gpipe adamw-fused"]["reasons"]
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-def test_a_nan_gradient_names_the_rank_and_its_stage(of_two, bad):
+@pytest.mark.parametrize(("case_index", "bad", "stage"), [(0, 0, 0), (1, 1, 1), (2, 0, 2)])
+def test_a_nan_gradient_names_the_rank_and_its_stage(of_two, case_index, bad, stage):
     for rank in of_two:
-        case = rank["bad gradient"][bad]
+        case = rank["bad gradient"][case_index]
         # Forward's writes are undone too, so these differ from the state before the step.
         assert all("running" in key or "batches" in key for key in case["changed"])
         assert case["skipped"] == [3]
         assert case["ranks"] == [[bad]]
-    (reason,) = of_two[0]["bad gradient"][bad]["reasons"]
-    assert f"on rank {bad} (stage {bad} of the pipeline)" in reason
+    (reason,) = of_two[0]["bad gradient"][case_index]["reasons"]
+    assert f"on rank {bad} (stage {stage} of the pipeline)" in reason
 
 
 def test_a_rollback_and_a_restart_are_exact_on_every_stage(found):
@@ -95,7 +97,8 @@ def test_a_rollback_and_a_restart_are_exact_on_every_stage(found):
             assert case["exact after a restart"], name
             assert case["faults"] == {}, name
     for case in found[0]["heals"].values():
-        assert any("(stage 0 of the pipeline)" in reason for reason in case["reasons"])
+        assert any("stage0.layers.0.weight" in reason for reason in case["reasons"])
+        assert any("(stage" in reason for reason in case["reasons"])
 
 
 def test_a_clip_uses_the_norm_of_all_stages(of_two):
@@ -113,7 +116,7 @@ def test_a_stage_trains_without_its_pipeline_in_mode_off(of_two):
         ("attach", "of a pipeline with 2 stages"),
         ("not a schedule", "it must be a schedule"),
         ("signals", "signals are not measured in a pipeline"),
-        ("several stages", "has several stages per rank"),
+        ("another module", "the model does not contain stage"),
         ("another pipeline", "rank 0: stage 0 of 2, rank 1: stage 1 of 3"),
         ("added group", "a parameter group was added after attach() or watch(pipeline=...)"),
         ("probe", "probe was given in a pipeline"),

@@ -44,7 +44,7 @@ from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.stateful import HasStateDict
 from trainer_hooks.tensors.events import AsyncCopy
 from trainer_hooks.tensors.gradients import ALL, GradNorms
-from trainer_hooks.tensors.pipeline import PipelineStage
+from trainer_hooks.tensors.pipeline import PipelineStages
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 
@@ -183,17 +183,17 @@ def build_device_parts(
     fields: VectorFields = CORE_FIELDS,
     *,
     takes_groups: bool = False,
-    stage: PipelineStage | None = None,
+    stages: PipelineStages | None = None,
 ) -> DeviceParts:
     """Create everything on the device, from vector to verdict. Collective: ranks compare parts.
 
     ``takes_groups``: the caller calls ``adopt_groups`` when the loop adds parameter groups.
-    ``stage``: place of this rank in a pipeline.
+    ``stages``: those of this rank in a pipeline.
     """
     state = state or {}
     steps_by_itself = engine is not None
     engine = _guard_optimizers(
-        model, optimizers, schedulers, scaler, ranks, state, signals, engine, stage
+        model, optimizers, schedulers, scaler, ranks, state, signals, engine, stages
     )
     norms = engine.norms(ranks)
     sampler = _build_signal_sampler(signals, model, norms, ranks, faults, optimizers)
@@ -227,7 +227,7 @@ def build_device_parts(
         if steps_by_itself
         else _build_section_timer(model, ranks, norms.device, faults),
         memory=MemoryEstimate(model, optimizers, norms.device),
-        turns=_optimizer_turns(optimizers, engine.guards, names if stage is None else None),
+        turns=_optimizer_turns(optimizers, engine.guards, names if stages is None else None),
     )
 
 
@@ -271,7 +271,7 @@ def _guard_optimizers(
     state: Mapping[str, Any],
     signals: SignalSettings | None,
     engine: UpdateEngine | None,
-    stage: PipelineStage | None,
+    stages: PipelineStages | None,
 ) -> UpdateEngine:
     """Guard the optimizers by the verdict on the device; refuse unguardable setups. Collective."""
     engines = [] if engine is None else [engine]
@@ -283,7 +283,7 @@ def _guard_optimizers(
         _refuse_signals(signals)
         if engine is not None:
             return [type(optimizer).__name__ for optimizer in optimizers]
-        loop_optimizers = LoopOptimizers(model, optimizers, scaler, stage)
+        loop_optimizers = LoopOptimizers(model, optimizers, scaler, stages)
         engines.append(loop_optimizers)
         return [
             f"{type(g.optimizer).__name__}(found_inf={g.on_device})" for g in loop_optimizers.guards

@@ -9,17 +9,19 @@ from msgspec.structs import replace
 
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import ReturnedStep, StepFeature
-from trainer_hooks.tensors.pipeline import StageNorms
+from trainer_hooks.tensors.pipeline import StageNorms, name_stages
 from trainvitals.policy import Judgement
 from trainvitals.records import Decision, Finding, StepRecord
 
 
 class PipelineFeature(StepFeature):
-    """Names the stage of the rank of a finding; corrects the ranks of a non-finite step."""
+    """Names the stages of the rank of a finding; corrects the ranks of a non-finite step."""
 
-    def __init__(self, run: RunContext, stages: tuple[int, ...]) -> None:
+    def __init__(self, run: RunContext, norms: StageNorms) -> None:
         super().__init__(run)
-        self._stages = stages
+        self._norms = norms
+        self._bad_stage = -1
+        """Stage of the gradient that made the latest step non-finite; -1: unknown."""
 
     @classmethod
     def make(cls, run: RunContext) -> Self | None:
@@ -27,9 +29,9 @@ class PipelineFeature(StepFeature):
         norms = run.device.norms
         if not isinstance(norms, StageNorms):
             return None
-        places = ", ".join(f"rank {rank}: stage {at}" for rank, at in enumerate(norms.stages[:64]))
-        run.emitter.note("pipeline", places, step=0, attempt=0)
-        return cls(run, norms.stages)
+        places = (f"rank {rank}: {name_stages(at)}" for rank, at in enumerate(norms.stages[:64]))
+        run.emitter.note("pipeline", ", ".join(places), step=0, attempt=0)
+        return cls(run, norms)
 
     def complete(self, step: ReturnedStep) -> None:
         """Replace the ranks of a non-finite step: values flow through the stages.
@@ -38,14 +40,16 @@ class PipelineFeature(StepFeature):
         show the stage. If the loss is finite, a NaN gradient comes from the last stage that has
         it: backward passes it to earlier stages.
         """
-        record, with_bad_params = step.record, step.reduced.ranks_where("nonfinite_params")
-        if not record.nonfinite_ranks and not _has_bad_loss(record):
-            return
-        bad = step.reduced.ranks_where("bad_squares")
-        last = max((self._stages[rank] for rank in bad), default=-1)
-        ranks = tuple(r for r in bad if self._stages[r] == last)
+        record, reduced = step.record, step.reduced
+        self._bad_stage = -1
         if _has_bad_loss(record):
-            ranks = with_bad_params
+            ranks = reduced.ranks_where("nonfinite_params")
+        elif _has_bad_norm(record):
+            self._bad_stage = self._norms.last_stage_where_bad(reduced.squares)
+            bad = reduced.ranks_where("bad_squares")
+            ranks = tuple(rank for rank in bad if self._bad_stage in self._norms.stages[rank])
+        else:
+            return
         step.record = replace(record, nonfinite_ranks=ranks)
 
     def annotate(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
@@ -59,10 +63,19 @@ class PipelineFeature(StepFeature):
     def _with_stage(self, about: Finding | Decision, step: ReturnedStep) -> str:
         """Return the reason of a finding or decision with the stage of its rank."""
         if about.rank >= 0:
-            return f"{about.reason} (stage {self._stages[about.rank]} of the pipeline)"
+            stages = self._norms.stages[about.rank]
+            if self._bad_stage in stages and about.rank in step.record.nonfinite_ranks:
+                stages = (self._bad_stage,)
+            return f"{about.reason} ({name_stages(stages)} of the pipeline)"
         if about.cause == "nonfinite_loss" and _has_bad_loss(step.record):
             return f"{about.reason} (stage unknown: a NaN of any stage reaches the loss)"
         return about.reason
+
+
+def _has_bad_norm(record: StepRecord) -> bool:
+    """Return whether the gradients of a pipeline's step are non-finite without an overflow."""
+    norm = record.grad_norm
+    return norm is not None and not math.isfinite(norm) and not record.overflow
 
 
 def _has_bad_loss(record: StepRecord) -> bool:

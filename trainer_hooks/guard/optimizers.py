@@ -31,7 +31,7 @@ from trainer_hooks.tensors.gradients import (
     unwrap,
 )
 from trainer_hooks.tensors.optimizer_state import is_dense, true_elements
-from trainer_hooks.tensors.pipeline import PipelineStage, StageNorms
+from trainer_hooks.tensors.pipeline import PipelineStages, StageNorms
 from trainvitals.errors import UsageError
 
 _HONOURS_FOUND_INF = (
@@ -508,9 +508,9 @@ class LoopOptimizers:
         model: nn.Module,
         optimizers: tuple[Optimizer, ...],
         scaler: torch.amp.GradScaler | None,
-        stage: PipelineStage | None = None,
+        stages: PipelineStages | None = None,
     ) -> None:
-        self._stage = stage
+        self._stages = stages
         self._optimizers = optimizers
         self._scaler = scaler
         reshard(model)
@@ -521,8 +521,8 @@ class LoopOptimizers:
 
     def norms(self, ranks: Ranks) -> GradNorms:
         """Return the object that measures the guarded parameters' gradients. Collective."""
-        if self._stage is not None:
-            return StageNorms(self._params, ranks, self._pieces, self._stage)
+        if self._stages is not None:
+            return StageNorms(self._params, ranks, self._pieces, self._stages)
         return GradNorms(self._params, ranks, self._pieces)
 
     def release(self) -> None:

@@ -1,7 +1,7 @@
-"""Pipelines of ``torch.distributed.pipelining``: each rank trains the parameters of one stage.
+"""Pipelines of ``torch.distributed.pipelining``: each rank trains the parameters of its stages.
 
 The layout of the reduce vector is the union of all stages' parameters, in the order of the stages.
-A rank fills the part of its own stage, so each square is counted once. Stages often have the same
+A rank fills the parts of its own stages, so each square is counted once. Stages often have the same
 names and shapes: the names of such a stage get a prefix, so that its parameters are never taken for
 replicas of another stage's.
 """
@@ -9,50 +9,63 @@ replicas of another stage's.
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from trainer_hooks.ranks import Ranks
-from trainer_hooks.tensors.gradients import GradNorms, Piece, Shard, check_alike, unwrap
+from trainer_hooks.tensors.gradients import GradNorms, Piece, Shard, check_alike, clean_name, unwrap
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 
 
-class PipelineStage(NamedTuple):
-    """Place of a rank in a pipeline."""
+@dataclass(frozen=True, slots=True)
+class PipelineStages:
+    """Stages of a pipeline that a rank trains."""
 
-    number: int
-    """Index of the stage, from 0."""
+    modules: Mapping[int, nn.Module]
+    """By index of the stage, from 0; several with an interleaved schedule."""
     num_stages: int
 
     @classmethod
-    def of(cls, schedule: Any) -> PipelineStage:
-        """Return the stage of a schedule's rank.
+    def of(cls, schedule: Any) -> PipelineStages:
+        """Return the stages of a schedule's rank.
 
         Raises:
-            UsageError: ``schedule`` is not a schedule with one stage per rank.
+            UsageError: ``schedule`` is not a schedule.
         """
-        stage = getattr(schedule, "_stage", None)
-        if hasattr(schedule, "_stages"):
-            raise UsageError(
-                f"pipeline is {name_type(schedule)}, which has several stages per rank",
-                hint="use a schedule with one stage per rank: ScheduleGPipe or Schedule1F1B",
-            )
-        if stage is None or not hasattr(stage, "stage_index"):
+        stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
+        if not all(hasattr(stage, "stage_index") for stage in stages):
             raise UsageError(
                 f"pipeline is {name_type(schedule)}; it must be a schedule",
-                hint="watch(stage_module, optimizer, pipeline=schedule) with the ScheduleGPipe or "
-                "Schedule1F1B of torch.distributed.pipelining",
+                hint="watch(stage_module, optimizer, pipeline=schedule) with a schedule of "
+                "torch.distributed.pipelining, such as Schedule1F1B",
             )
-        return cls(stage.stage_index, stage.num_stages)
+        modules = {stage.stage_index: unwrap(stage.submod)[0] for stage in stages}
+        return cls(modules, stages[0].num_stages)
+
+    def names(self, params: Mapping[str, Tensor]) -> list[tuple[int, str]]:
+        """Return the stage of each parameter, and the name that it has in the stage.
+
+        A parameter that is in no stage counts as one of the first.
+        """
+        by_id = {
+            id(param): (number, clean_name(name))
+            for number, module in self.modules.items()
+            for name, param in module.named_parameters()
+        }
+        first = min(self.modules)
+        return [by_id.get(id(param), (first, name)) for name, param in params.items()]
 
 
-def stages_of(model: nn.Module) -> list[PipelineStage]:
-    """Return the places of a module that is a stage of a pipeline; empty otherwise.
+def stages_of(model: nn.Module) -> list[tuple[int, int]]:
+    """Return index and number of the stages of a pipeline that are in a module; empty otherwise.
 
     Walks over all objects if the process has imported pipelines: for set-up only.
     """
@@ -60,18 +73,33 @@ def stages_of(model: nn.Module) -> list[PipelineStage]:
     base = getattr(module, "_PipelineStageBase", None)
     if base is None:
         return []
-    inner, stages = unwrap(model)[0], []
+    inside, stages = {id(each) for each in model.modules()}, []
     for candidate in gc.get_objects():
         # By type: attribute access, as isinstance does, can run third-party code.
         if issubclass(type(candidate), base):
             submodule = getattr(candidate, "submod", None)
-            if isinstance(submodule, nn.Module) and unwrap(submodule)[0] is inner:
-                stages.append(PipelineStage(candidate.stage_index, candidate.num_stages))
+            if isinstance(submodule, nn.Module) and id(unwrap(submodule)[0]) in inside:
+                stages.append((candidate.stage_index, candidate.num_stages))
     return stages
 
 
+class _RankStages(NamedTuple):
+    """What a rank trains, as the ranks compare it."""
+
+    numbers: tuple[int, ...]
+    num_stages: int
+    names: list[tuple[int, str]]
+    """Stage and name of each parameter."""
+
+    def names_in(self, stage: int) -> tuple[str, ...]:
+        """Return the names of the parameters of a pipeline's stage, in the order of the rank."""
+        return tuple(name for number, name in self.names if number == stage)
+
+
 class StageNorms(GradNorms):
-    """The gradients of one stage, measured into its part of the vector; creation is collective.
+    """The gradients of a rank's stages, measured into their parts of the vector.
+
+    Creation is collective.
 
     Raises:
         UsageError: the ranks disagree on the pipeline, or two ranks of one stage train other
@@ -83,39 +111,51 @@ class StageNorms(GradNorms):
         params: dict[str, Tensor],
         ranks: Ranks,
         pieces: Mapping[int, Piece],
-        stage: PipelineStage,
+        stages: PipelineStages,
     ) -> None:
-        everyone = ranks.gather((stage, tuple(params)))
-        self.stages = tuple(stage_of_rank.number for stage_of_rank, _ in everyone)
-        """Stage of each rank."""
+        own = _RankStages(tuple(stages.modules), stages.num_stages, stages.names(params))
+        everyone = ranks.gather(own)
+        self.stages = tuple(rank.numbers for rank in everyone)
+        """Stages of each rank."""
         names_by_stage = _union(everyone)
-        qualified = zip(names_by_stage[stage.number], params.values(), strict=True)
-        super().__init__(dict(qualified), ranks, pieces)
-        self.names = tuple(name for names in names_by_stage for name in names)
-        begin = sum(map(len, names_by_stage[: stage.number]))
-        self._own = slice(begin, begin + len(params))
+        sizes = [len(names) for names in names_by_stage]
+        first = [sum(sizes[:stage]) for stage in range(len(sizes))]
+        self._stage_at = [stage for stage, size in enumerate(sizes) for _ in range(size)]
+        """Stage of each entry of the vector."""
+        position = {stage: iter(range(at, at + sizes[stage])) for stage, at in enumerate(first)}
+        own_positions = [next(position[stage]) for stage, _ in own.names]
+        all_names = tuple(name for names in names_by_stage for name in names)
+        qualified = [all_names[at] for at in own_positions]
+        super().__init__(dict(zip(qualified, params.values(), strict=True)), ranks, pieces)
+        self.names = all_names
+        self._own_positions = torch.tensor(own_positions, device=self.device)
+        self._own_squares = torch.zeros(len(params), dtype=torch.float64, device=self.device)
 
     def _check_names(self, everyone: Sequence[Sequence[Shard]]) -> None:
         """Accept other names on the ranks of other stages: ``_union`` has compared them."""
 
     def squares_into(self, out: Tensor, where: list[int], grads: list[Tensor]) -> None:
-        """Write the squares of this rank's stage into its part of ``out``; the rest is 0."""
-        out.zero_()
-        super().squares_into(out[self._own], where, grads)
+        """Write the squares of this rank's stages into their parts of ``out``; the rest is 0."""
+        super().squares_into(self._own_squares, where, grads)
+        out.zero_().index_copy_(0, self._own_positions, self._own_squares)
+
+    def last_stage_where_bad(self, squares: Iterable[float]) -> int:
+        """Return the last stage with a non-finite summed square; -1 without one."""
+        bad = (at for at, s in zip(self._stage_at, squares, strict=True) if not math.isfinite(s))
+        return max(bad, default=-1)
 
 
-def _union(
-    everyone: Sequence[tuple[PipelineStage, tuple[str, ...]]],
-) -> tuple[tuple[str, ...], ...]:
+def _union(everyone: Sequence[_RankStages]) -> tuple[tuple[str, ...], ...]:
     """Return the names of each stage's parameters; a stage that shares names gets a prefix."""
-    counts = {stage.num_stages for stage, _ in everyone}
+    counts = {rank.num_stages for rank in everyone}
     by_stage: dict[int, list[tuple[str, ...]]] = {}
-    for stage, names in everyone:
-        by_stage.setdefault(stage.number, []).append(names)
+    for rank in everyone:
+        for stage in rank.numbers:
+            by_stage.setdefault(stage, []).append(rank.names_in(stage))
     if len(counts) > 1 or sorted(by_stage) != list(range(max(counts))):
         places = ", ".join(
-            f"rank {rank}: stage {stage.number} of {stage.num_stages}"
-            for rank, (stage, _) in enumerate(everyone[:8])
+            f"rank {rank}: {name_stages(each.numbers)} of {each.num_stages}"
+            for rank, each in enumerate(everyone[:8])
         )
         raise UsageError(
             f"the ranks' schedules do not form one pipeline: {places}",
@@ -131,3 +171,8 @@ def _union(
         else names
         for index, names in enumerate(stages)
     )
+
+
+def name_stages(stages: Sequence[int]) -> str:
+    """Return ``stage 1`` or ``stages 1, 3``, for messages about a rank of a pipeline."""
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
