@@ -315,6 +315,13 @@ def test_a_run_that_ended_in_trouble_is_not_told_that_there_is_nothing_to_do():
     assert "Nothing to do." == said(run=run("finished"), is_open=False).next
 
 
+@pytest.mark.parametrize("state", ["running", "finished"])
+def test_a_repaired_fault_of_the_loop_still_has_to_be_fixed(state):
+    decided = d("rollback", 540, rule="lr_jump", cause="lr_jump", rollback_to_step=500)
+    told = said(run=run(state), is_open=False, cause="lr_jump", decisions=ledger(decided))
+    assert told.next.startswith("Before the next run: Check what sets the rate")
+
+
 def test_a_timeline_is_short_and_by_time():
     alert = AlertView(
         fingerprint="f", name="TrainingHalted", run_id=RUN, severity="page", state="firing",

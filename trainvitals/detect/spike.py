@@ -400,7 +400,7 @@ class SpikeDetector(Detector):
                 "no longer reported up to 1.5x the highest"
             )
         return self._report(
-            record.step, f"{label} {value:.4g} is above its limit {limit:.4g}{more}", kind="spike",
+            record.step, f"{label} {value:.4g} is above its report limit {limit:.4g}{more}", kind="spike",
             cause=f"{self.metric}_outlier", value=value, limit=limit, onset_step=onset,
         )  # fmt: skip
 

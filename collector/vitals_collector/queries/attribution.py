@@ -189,7 +189,7 @@ def onset_sentence(onset: Onset) -> str:
     first_moved = f"Moved first: {_onset_text(onset)} {at}{_onset_values_text(onset)}."
     if not onset.is_cause:
         first_moved += (
-            " Not enough was measured to tell the cause: `watch(signals=...)` measures more."
+            " Not enough was measured to tell why: `watch(signals=...)` measures more."
         )
     later = [effect for effect in onset.next if effect.step > onset.step]
     if later:

@@ -40,6 +40,8 @@ _NONFINITE = {
     "nonfinite_state": "optimizer state or buffers were",
 }
 _OUTLIERS = {"loss_outlier": "loss", "grad_norm_outlier": "gradient norm"}
+_CAUSES_IN_LOOP = frozenset({"lr_jump", "learning_rate", "schedule"})
+"""Causes that come again until the loop is changed, also after Vitals repaired the run."""
 _FINITE_RULES = frozenset({"outlier", "state_damaged", "evaluation", "lr_jump"})
 """Rules about finite values: the user may accept those as healthy."""
 _WAITS = frozenset({"waiting", "hang"})
@@ -544,6 +546,8 @@ def _next(facts: VerdictFacts) -> tuple[str, tuple[str, ...]]:
         return f"{text}{max(facts.incident.onset, 0):,}. {todo}".rstrip(), (why, report)
     if run.state != "running" and facts.is_lasting and todo:
         return todo, (why, report)
+    if not facts.is_open and names[0] in _CAUSES_IN_LOOP:
+        return f"Before the next run: {todo}", (why, report)
     if run.state != "running" or not facts.is_open:
         return "Nothing to do.", (report, why)
     return _open_incident_action(facts, why, report, todo)

@@ -409,6 +409,8 @@ def of_attempt(view: views.StepView, attempt: int) -> str:
     culprit = int(values.get("culprit_rank", -1) or 0)
     if bits & ~records.CLIPS and culprit >= 0:
         clauses.append(f"caused by rank {culprit}{_culprit_details(rows, culprit)}")
+    elif bits & records.BAD_GRADIENTS and len({row.source for row in rows}) > 1:
+        clauses.append("the rank is unknown: gradients are checked after all ranks are averaged")
     return clauses[0] + ". " + " ".join(f"{text[:1].upper()}{text[1:]}." for text in clauses[1:])
 
 

@@ -24,7 +24,7 @@ from trainvitals.io.lookup import default_runs_directory, find_collector
 from trainvitals.io.rundir import check_folder
 from vitals_collector.cli.writing import write_file
 from vitals_collector.queries.open import open_folder, open_reader
-from vitals_plugins.bridges.assistants.sources import WAIT_SECONDS, SharedSource, TokenSource
+from vitals_plugins.bridges.assistants.sources import TokenSource, start_shared_source
 
 SKILL_FILE = "SKILL.md"
 SKILL_FOLDER = Path(".agents/skills")
@@ -115,7 +115,7 @@ def serve_mcp(
         opens = partial(
             open_reader, folder, collector=collector, token_file=token_file, waits=False
         )
-        with closing(SharedSource(opens, wait_seconds=WAIT_SECONDS)) as source:
+        with closing(start_shared_source(opens)) as source:
             environ = dict(os.environ)
             environ |= {"VITALS_COLLECTOR_URL": collector} if collector else {}
             environ |= {"VITALS_TOKEN_FILE": str(token_file)} if token_file else {}
@@ -135,7 +135,7 @@ def serve_mcp(
         serve_mcp_http(build_server(RunTools(source=TokenSource(address), logs=logs)), http)
         return
     opens = partial(open_folder, folder or default_runs_directory(), waits=False)
-    with closing(SharedSource(opens, wait_seconds=WAIT_SECONDS)) as source:
+    with closing(start_shared_source(opens)) as source:
         token = secrets.token_urlsafe(24)
         serve_mcp_http(build_server(RunTools(source=source, logs=logs)), http, token=token)
 

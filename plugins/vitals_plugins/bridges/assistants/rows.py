@@ -12,12 +12,14 @@ from trainvitals.views import (
     AlertView,
     DecisionView,
     IncidentLine,
+    IncidentView,
     NonFiniteMark,
     RunDetail,
     RunSummary,
     SourceView,
     VerdictView,
 )
+from vitals_collector.queries.verdict import SETTLED_STEPS
 from vitals_plugins.bridges.assistants.answers import Fixed, Point, Story, redacted_pairs
 
 _SERIES = frozenset(f"{metric.stream}.{metric.column}" for metric in CATALOG if metric.stream)
@@ -71,14 +73,22 @@ def verdict_facts(verdict: VerdictView) -> dict[str, Any]:
     return {**texts, "is_hung": verdict.is_hung, "commands_for_the_operator": verdict.commands[:6]}
 
 
+def incident_state(incident: IncidentLine | IncidentView) -> Fixed:
+    """Return whether an incident is over, for an MCP tool."""
+    if incident.is_open:
+        return Fixed("open")
+    if incident.is_resolved:
+        return Fixed("resolved")
+    return Fixed(f"ended without {SETTLED_STEPS} healthy steps after it")
+
+
 def incident_row(line: IncidentLine) -> dict[str, Any]:
     """Return one incident of an MCP tool's list."""
     return {
         "incident_id": line.incident_id,
         "title": line.title,
         "severity": Fixed(line.severity),
-        "is_open": line.is_open,
-        "is_resolved": line.is_resolved,
+        "state": incident_state(line),
         "onset_step": line.onset_step,
         "last_step": line.last_step,
     }

@@ -7,9 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
 from typing import Protocol
 
-from trainvitals.errors import UnauthorizedError
+from trainvitals.errors import UnauthorizedError, VitalsError
 from trainvitals.io.client import CollectorAddress, CollectorClient
-from vitals_collector.queries.open import OpenedReader
+from trainvitals.views import GoodputQuestion
+from vitals_collector.queries.open import OpenedReader, find_run
 
 request_token: ContextVar[str] = ContextVar("request_token", default="")
 """Bearer token of the HTTP request that is processed; "" without one."""
@@ -32,14 +33,14 @@ class StillReadingError(Exception):
 
 
 class SharedSource:
-    """One reader for all requests, opened at the first one; a request waits for the previous one.
+    """One reader for all requests; a request waits for the previous one.
 
-    A directory is read at the first request and not at the start: a client expects the start of
-    the server within seconds. It is read in a thread of its own, which continues if a request ends
-    without a result.
+    A directory is read in a thread of its own: a client expects the start of the server within
+    seconds, and the reading continues if a request ends without a result.
 
     Args:
         opens: opens the reader.
+        prepare: runs once after the first reading, so that the first requests are fast.
         wait_seconds: time that a request waits for the reader to have the latest rows; None: no
             limit.
     """
@@ -48,15 +49,23 @@ class SharedSource:
         self,
         opens: Callable[[], contextlib.AbstractContextManager[OpenedReader]],
         *,
+        prepare: Callable[[OpenedReader], object] | None = None,
         wait_seconds: float | None = None,
     ) -> None:
         self._opens = opens
+        self._prepare = prepare
         self._wait_seconds = wait_seconds
         self._stack = contextlib.ExitStack()
         self._opened: OpenedReader | None = None
         self._thread = ThreadPoolExecutor(1)
         self._reading: Future[OpenedReader] | None = None
         self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Begin to read before the first request."""
+        with self._lock:
+            if self._reading is None:
+                self._reading = self._thread.submit(self._read)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[OpenedReader]:
@@ -78,6 +87,8 @@ class SharedSource:
         """Open the reader of all MCP requests, or let it read new rows."""
         if self._opened is None:
             self._opened = self._stack.enter_context(self._opens())
+            if self._prepare is not None:
+                self._prepare(self._opened)
         else:
             self._opened.refresh()
         return self._opened
@@ -87,6 +98,24 @@ class SharedSource:
         with self._lock:
             self._thread.shutdown()
             self._stack.close()
+
+
+def prepare_latest_run(opened: OpenedReader) -> None:
+    """Query the goodput of the latest run: slow at first, then cached.
+
+    Not its verdict: it would start to judge a long run, though the assistant may ask nothing.
+    """
+    with contextlib.suppress(VitalsError):  # the request that needs it reports the error
+        opened.reader.ask(GoodputQuestion(run_id=find_run(opened.reader, "").run_id))
+
+
+def start_shared_source(
+    opens: Callable[[], contextlib.AbstractContextManager[OpenedReader]],
+) -> SharedSource:
+    """Return a source of the MCP server that has begun to read."""
+    source = SharedSource(opens, prepare=prepare_latest_run, wait_seconds=WAIT_SECONDS)
+    source.start()
+    return source
 
 
 class TokenSource:

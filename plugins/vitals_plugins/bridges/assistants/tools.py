@@ -16,6 +16,7 @@ import msgspec
 from trainvitals.errors import StorageError, UsageError, VitalsError
 from trainvitals.views import (
     AlertsQuestion,
+    Branch,
     CellsQuestion,
     CheckpointsQuestion,
     DecisionsQuestion,
@@ -49,6 +50,7 @@ from vitals_plugins.bridges.assistants.rows import (
     curve_points,
     decision_row,
     incident_row,
+    incident_state,
     node_rows,
     number_or_none,
     run_id_text,
@@ -210,8 +212,7 @@ class RunTools:
                 "incident_id": view.incident_id,
                 "title": view.title,
                 "severity": Fixed(view.severity),
-                "is_open": view.is_open,
-                "is_resolved": view.is_resolved,
+                "state": incident_state(view),
                 "onset_step": view.onset_step,
                 "last_step": view.last_step,
                 "started": utc_time(view.started_unix_ns),
@@ -283,7 +284,7 @@ class RunTools:
         from_step: int | None = None,
         to_step: int | None = None,
         source: str = "",
-        branch: Literal["lineage", "discarded", "all"] = "lineage",
+        branch: Branch = "lineage",
         points: int = 100,
         max_kb: int = DEFAULT_KB,
     ) -> str:
@@ -329,7 +330,10 @@ class RunTools:
             },
             curve=shown,
             units={"points": f"[step, {reply.unit or 'value without a unit'}]"},
-            omitted=_omitted_values_note(len(shown), reply.num_total),
+            omitted=[
+                *_omitted_values_note(len(shown), reply.num_total),
+                *_discarded_note(summary, branch),
+            ],
         ).render(max_kb=max_kb)
 
     def compare(
@@ -385,6 +389,7 @@ class RunTools:
         metric: str = "steps.step_duration_seconds",
         from_step: int | None = None,
         to_step: int | None = None,
+        branch: Branch = "lineage",
         max_kb: int = DEFAULT_KB,
     ) -> str:
         """Compare ranks, GPUs or nodes: the most unusual ones first; nodes with lost rows.
@@ -395,6 +400,7 @@ class RunTools:
                 steps.data_wait_seconds, gpu.temperature_celsius.
             from_step: first step.
             to_step: last step.
+            branch: lineage (without discarded steps), discarded, or all.
             max_kb: size of the response in KiB, 1 to 32.
         """
         with self._open_run(run) as (reader, summary):
@@ -404,13 +410,21 @@ class RunTools:
                     run_id=summary.run_id,
                     metric=strip_data_marks(metric),
                     points=NUM_COLUMNS,
+                    branch=branch,
                     from_step=None if from_step is None else _step(from_step),
                     to_step=None if to_step is None else _step(to_step),
                 )
             )
+        nonfinite = {*reply.nonfinite}
         rows = [
-            {"source": name, "values": list(values)}
-            for name, values in zip(reply.rows, reply.value, strict=True)
+            {
+                "source": name,
+                "values": [
+                    Fixed("NaN or infinite") if (index, column) in nonfinite else value
+                    for column, value in enumerate(values)
+                ],
+            }
+            for index, (name, values) in enumerate(zip(reply.rows, reply.value, strict=True))
         ]
         hidden = reply.num_rows - len(rows)
         return ToolResponse(
@@ -424,9 +438,12 @@ class RunTools:
             lists={"rows": rows, "nodes": node_rows(detail.sources)},
             units={
                 "values": f"{reply.unit or 'no unit'}; per column the value of the steps that "
-                "is furthest from the middle"
+                "is furthest from the middle; null: nothing was recorded"
             },
-            omitted=(f"{hidden} of {reply.num_rows} rows with usual values",) if hidden else (),
+            omitted=[
+                *([f"{hidden} of {reply.num_rows} rows with usual values"] if hidden else []),
+                *_discarded_note(summary, branch),
+            ],
             next=(f'series(run="{summary.run_id}", metric=..., source="rank:N")',),
         ).render(max_kb=max_kb)
 
@@ -766,6 +783,13 @@ def _mark_incident_id(incident_id: str) -> str:
 
 def _next_call(tool: str, run_id: str) -> tuple[str, ...]:
     return (f'{tool}(run="{run_id}")',)
+
+
+def _discarded_note(run: RunSummary, branch: Branch) -> tuple[str, ...]:
+    """Return the note of an MCP tool that it omits discarded steps; empty without a rollback."""
+    if branch != "lineage" or not run.num_rollbacks:
+        return ()
+    return ('steps that a rollback discarded: branch="discarded" shows them',)
 
 
 def _omitted_values_note(num_points: int, num_values: int) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,10 +35,12 @@ from tests.plugins.bridges.assistants.runs import (
     write_story,
 )
 from tests.support.cli import vitals
-from vitals_collector.queries.open import OpenedReader, open_folder
+from trainvitals.question import Question
+from trainvitals.views import GoodputQuestion
+from vitals_collector.queries.open import OpenedReader, Reader, open_folder
 from vitals_plugins.bridges.assistants.answers import DEFAULT_KB, MAX_POINTS
 from vitals_plugins.bridges.assistants.server import build_server
-from vitals_plugins.bridges.assistants.sources import SharedSource
+from vitals_plugins.bridges.assistants.sources import SharedSource, start_shared_source
 from vitals_plugins.bridges.assistants.tools import RunTools
 
 
@@ -103,10 +105,19 @@ def test_the_summary_has_the_verdict_and_the_next_calls(call):
     assert [f'incidents(run="{RUN}", incident=ID)', f'why(run="{RUN}", step=40)'] == body["next"]
 
 
+def test_ranks_names_nonfinite_values_and_how_to_see_discarded_steps(call):
+    arguments = {"run": RUN, "metric": "steps.loss", "from_step": 40, "to_step": 40}
+    body = call("ranks", **arguments)
+    assert ["NaN or infinite"] == body["rows"][0]["values"]
+    assert any('branch="discarded"' in note for note in body["omitted"])
+    assert "omitted" not in call("ranks", **arguments, branch="all")
+
+
 def test_an_incident_is_named_as_it_was_listed(call):
     (line,) = call("incidents", run=RUN)["incidents"]
     body = call("incidents", run=RUN, incident=line["incident_id"])
     assert 40 == body["onset_step"]
+    assert "resolved" == line["state"] == body["state"]
     assert [40, 90] == [entry["step"] for entry in body["decisions"]]
     assert body["story"]
 
@@ -241,6 +252,33 @@ def test_a_directory_that_cannot_be_read_is_read_again_at_the_next_call(tmp_path
     body = body_of(ask_client(source, lambda client: client.call_tool("list_runs", {})))
     assert 0 == body["num_runs"]
     source.close()
+
+
+def test_a_server_reads_and_sums_the_latest_run_before_the_first_call(runs):
+    was_asked = threading.Event()
+
+    class Counting:
+        def __init__(self, reader: Reader) -> None:
+            self.reader = reader
+
+        def ask(self, question: Question[Any]) -> Any:
+            answer = self.reader.ask(question)
+            if isinstance(question, GoodputQuestion):
+                was_asked.set()
+            return answer
+
+    @contextmanager
+    def open_counted() -> Iterator[OpenedReader]:
+        with open_folder(runs) as opened:
+            yield replace(opened, reader=Counting(opened.reader))
+
+    with closing(start_shared_source(open_counted)):
+        assert was_asked.wait(60.0)
+
+
+def test_a_server_over_an_empty_directory_starts(tmp_path):
+    with closing(start_shared_source(partial(open_folder, tmp_path))) as source:
+        assert 0 == json.loads(RunTools(source=source).list_runs())["num_runs"]
 
 
 def test_findings_that_are_not_complete_are_named_by_each_tool_that_shows_some(runs):
