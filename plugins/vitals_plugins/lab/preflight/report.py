@@ -7,7 +7,10 @@ import msgspec
 MARK = b"vitals-preflight "
 """Precedes the JSON of a report in a line of the launcher's output."""
 
-STAGES = ("start", "loader", "gemm", "memory", "disk", "join", "clock", "all-reduce", "pairs")
+STAGES = (
+    *("start", "loader", "gemm", "memory", "disk"),
+    *("join", "clock", "all-reduce", "pairs", "loader again"),
+)
 """Measurements in order. From ``join`` on, ranks wait for each other."""
 DONE = len(STAGES)
 NUM_LOCAL = STAGES.index("join")
@@ -34,12 +37,13 @@ class FigureSpec(msgspec.Struct, frozen=True):
 # GPUs of one model differ by a few percent in clock and power, and a GPU belongs to one job: 0.85
 # is outside of that. Ranks on CPUs share cores and caches with other processes: half of them can
 # lose a third of their speed for seconds. Disk and loader depend on shared file systems and cores
-# in both cases, where a factor of 2 is usual; a sync of 4 KiB varies still more, by a factor of 300
+# in both cases, where a factor of 2 is usual. Loaders of ranks on CPUs compete with all ranks for
+# cores: with three ranks per core, some have a third of the median. A sync of 4 KiB varies still more, by a factor of 300
 # between a disk that is idle and one that just wrote as fast as it may.
 FIGURES = (
     FigureSpec("gemm_flops_per_second", "matrix product", "FLOP/s", cpu_ratio=0.6, gpu_ratio=0.85),
     FigureSpec("memory_bytes_per_second", "memory copy", "B/s", cpu_ratio=0.6, gpu_ratio=0.85),
-    FigureSpec("loader_bytes_per_second", "loader", "B/s", cpu_ratio=0.4, gpu_ratio=0.4),
+    FigureSpec("loader_bytes_per_second", "loader", "B/s", cpu_ratio=0.25, gpu_ratio=0.4),
     FigureSpec(
         "disk_bytes_per_second",
         "checkpoint write",

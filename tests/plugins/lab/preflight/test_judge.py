@@ -190,7 +190,7 @@ class TestHistory:
         baselines = {f"n{rank}": Baseline("Xeon", (SPEEDS,) * 3) for rank in range(4)}
         reports = healthy(8)
         for rank in range(8):
-            reports = scale(reports, rank, 0.2, "loader_bytes_per_second")
+            reports = scale(reports, rank, 0.1, "loader_bytes_per_second")
         (finding,) = judge(reports, baselines=baselines)
         assert ("slower_nodes", "note", ()) == (finding.kind, finding.severity, finding.nodes)
         assert "loader: n0 and 3 more nodes" in finding.text
