@@ -23,7 +23,7 @@ runs with `vitals mcp` ([guide](guides/assistants.md)). All pages for users in o
 `llms-full.txt`.
 """
 _FULL_SECTIONS = ("Start", "Train", "Frameworks", "Understand", "Fix", "Operate")
-_FULL_REFERENCE = ("API.md", "SETTINGS.md", "METRICS.md")
+_FULL_REFERENCE = ("API.md", "SETTINGS.md", "METRICS.md", "DETECTORS.md")
 _NOT_IN_FULL = ("contents.md", "INTEGRATIONS.md", "scale.md")
 _IN_ROOT = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 _MAX_ABOUT = 160

@@ -11,8 +11,10 @@ from importlib.resources import files
 TEXT_FILE = "llms-full.txt"
 _PAGE = re.compile(r"^<!-- page: (\S+) -->\n", re.M)
 _WORD = re.compile(r"[a-z0-9_]{2,}")
-_MAX_REPEATS = 3
-_TITLE_WEIGHT = 4
+_SATURATION, _LENGTH_SHARE = 1.2, 0.75
+"""k1 and b of BM25 (Robertson and Zaragoza, 2009): its usual values."""
+_TITLE_WEIGHT = 2.0
+"""Value of a word in a title, compared with a repeated word in the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +55,32 @@ def split_sections(pages: Mapping[str, str]) -> list[Section]:
 
 
 def search_sections(sections: Sequence[Section], query: str, num: int) -> list[Section]:
-    """Return the sections that fit an assistant's query best; rare and title words count more."""
-    words = set(_WORD.findall(query.lower()))
-    counts = [Counter(_WORD.findall(section.text.lower())) for section in sections]
-    titles = [set(_WORD.findall(f"{s.title} {s.page}".lower())) for s in sections]
+    """Return the sections that fit an assistant's query best, by BM25; title words count more."""
+    words = set(_words(query))
+    counts = [Counter(_words(section.text)) for section in sections]
+    titles = [set(_words(f"{s.title} {s.page}")) for s in sections]
+    lengths = [count.total() for count in counts]
+    mean_length = sum(lengths) / max(1, len(lengths))
     weights = {
         word: math.log((1 + len(sections)) / (1 + sum(word in count for count in counts)))
         for word in words
     }
 
     def score(at: int) -> float:
+        share = _LENGTH_SHARE * lengths[at] / mean_length + 1.0 - _LENGTH_SHARE
         return sum(
-            weight * (min(counts[at][word], _MAX_REPEATS) + _TITLE_WEIGHT * (word in titles[at]))
+            weight
+            * (
+                counts[at][word] * (_SATURATION + 1.0) / (counts[at][word] + _SATURATION * share)
+                + _TITLE_WEIGHT * (word in titles[at])
+            )
             for word, weight in weights.items()
         )
 
     ranked = sorted(range(len(sections)), key=lambda at: (-score(at), at))
     return [sections[at] for at in ranked[:num] if score(at) > 0]
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of a text of the documentation, plurals without their "s"."""
+    return [re.sub(r"(?<=[^s]{3})s$", "", word) for word in _WORD.findall(text.lower())]
