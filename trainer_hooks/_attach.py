@@ -60,6 +60,7 @@ def attach(
     task: Task | None = None,
     on_collapse: OnCollapse = "report",
     on_hang: OnHang = "alert",
+    pipeline: Any = None,
 ) -> Attached:
     """Guard a loop that steps its optimizers itself. Call on all ranks, before the first step.
 
@@ -92,6 +93,7 @@ def attach(
         on_collapse: reaction to a collapse, as in ``watch``; no checkpoint is saved, because the
             loop has its own.
         on_hang: reaction to a hang, as in ``watch``.
+        pipeline: the schedule that runs this rank's stages, as in ``watch``.
 
     Returns:
         The handle of the guarded loop; closing it restores the optimizers.
@@ -116,6 +118,7 @@ def attach(
         task=task,
         on_collapse=on_collapse,
         on_hang=on_hang,
+        pipeline=pipeline,
         owns_clip=max_norm is not None,
         owns_step=False,
         max_norm=max_norm,

@@ -338,8 +338,7 @@ def _check_pipeline(arguments: WatchArguments) -> None:
             raise UsageError(
                 f"the model is {name_stages([number for number, _ in stages])} of a pipeline with "
                 f"{stages[0][1]} stages",
-                hint="watch(stage_module, optimizer, pipeline=schedule); attach() and the adapters "
-                "do not support pipelines",
+                hint="watch(stage_module, optimizer, pipeline=schedule), or attach() with the same",
             )
         return
     watched = PipelineStages.of(arguments.pipeline)

@@ -253,7 +253,6 @@ FRAMEWORKS = (
             "Trainer, FSDP2, not fused": Variant(),
         },
         refused={
-            "pipeline parallelism": "its ranks hold different layers, most have no loss",
             "optimizers in backward": "they step before there is a norm to judge",
             "fault_tolerance (torchft)": "it decides itself whether a step is made",
         },

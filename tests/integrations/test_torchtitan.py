@@ -61,7 +61,7 @@ def skipped(changed):
 # --------------------------------------------------------------------------- how it parallelizes
 
 
-@pytest.mark.parametrize("case", ["ddp", "tensor parallel"])
+@pytest.mark.parametrize("case", ["ddp", "tensor parallel", "pipeline", "pipeline, interleaved"])
 def test_a_nan_on_one_rank_leaves_no_trace_on_any(played, case):
     ranks, journal, _ = played(case)
     assert [[4]] * WORLD == [skipped(rank["changed"]) for rank in ranks]
@@ -290,14 +290,6 @@ def trainer(**changes):
     standard = {"forward_backward_step": 0, "train": 0, "gradient_accumulation_steps": 1}
     standard |= {"parallel_dims": dims, "model_parts": [0], "optimizers": []}
     return SimpleNamespace(**{**standard, **changes})
-
-
-def test_pipelines_are_refused():
-    dims = SimpleNamespace(pp_enabled=True)
-    with pytest.raises(UsageError, match="pipeline parallelism"):
-        adapter.attach(trainer(parallel_dims=dims))
-    with pytest.raises(UsageError, match=r"2 model part\(s\)"):
-        adapter.attach(trainer(model_parts=[0, 0]))
 
 
 def test_torchft_is_refused():

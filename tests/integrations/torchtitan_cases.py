@@ -46,8 +46,11 @@ class Spoiled(Trainer):
         self.changed.append(not all(map(torch.equal, before, after)))
 
     def bits(self) -> list[torch.Tensor]:
-        (optimizer,) = self.optimizers
-        live = state_of(self.model_parts[0], optimizer)
+        live = [
+            tensor
+            for part, optimizer in zip(self.model_parts, self.optimizers, strict=True)
+            for tensor in state_of(part, optimizer)
+        ]
         return [getattr(t, "to_local", lambda t=t: t)().detach().clone() for t in live]
 
     def forward_backward_step(self, **batch: Any) -> torch.Tensor:
@@ -114,8 +117,8 @@ def summary(trainer: Spoiled, attached: Any, **more: Any) -> dict[str, Any]:
     left += ["log"] if "log" in vars(trainer.metrics_processor.logger) else []
     left += ["dcp_load"] if "dcp_load" in vars(trainer.checkpointer) else []
     left += ["state"] if "vitals" in trainer.checkpointer.states else []
-    (optimizer,) = trainer.optimizers
-    left += ["step"] if getattr(optimizer.step, "__name__", "") != "step" else []
+    names = [getattr(optimizer.step, "__name__", "") for optimizer in trainer.optimizers]
+    left += ["step"] if set(names) != {"step"} else []
     return {
         "changed": trainer.changed,
         "left": left,
@@ -307,6 +310,12 @@ def llama(name: str, **settings: Any) -> dict[str, Any]:
     return summary(trainer, attached)
 
 
+def pipeline(name: str, schedule: str) -> dict[str, Any]:
+    """Train Llama 3 in torchtitan's own pipeline."""
+    settings = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule}
+    return llama(name, **{f"parallelism__{key}": value for key, value in settings.items()})
+
+
 CASES = {
     "ddp": ddp,
     "failing": failing,
@@ -321,6 +330,8 @@ CASES = {
     "more calls later": more_calls_later,
     "in backward": in_backward,
     "tensor parallel": lambda: llama("tensor-parallel", parallelism__tensor_parallel_degree=2),
+    "pipeline": lambda: pipeline("pipeline", "1F1B"),
+    "pipeline, interleaved": lambda: pipeline("pipeline-interleaved", "Interleaved1F1B"),
 }
 
 

@@ -12,6 +12,11 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS, BATCH, MICRO = 14, 16, 4
@@ -36,12 +41,28 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def whole(tensor):
+    """Return a tensor with the parts of all ranks."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 class Block(nn.Module):
     """Each stage has a parameter, a buffer and names that the others have too."""
 
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Tanh())
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Wide(nn.Module):
+    """A stage that tensor parallelism splits."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
 
     def forward(self, x):
         return self.layers(x)
@@ -61,26 +82,35 @@ def split(rank, size):
 
 
 class Pipelined:
-    """One rank of the training; equal names on all stages unless ``distinct``."""
+    """One rank of the training; equal names on all stages unless ``distinct``.
+
+    ``mesh`` has the dimensions pp, dp for the wrapper "ddp" or "fsdp2", and tp for the wrapper "tp".
+    """
 
     def __init__(
-        self, optimizer="adamw-fused", schedule="gpipe", *, distinct=False, mesh=None, shards=False
+        self, optimizer="adamw-fused", schedule="gpipe", *, distinct=False, mesh=None, wrapper=""
     ):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.seed, group = 0, None
-        if mesh is not None:  # data parallel, pipeline
+        self.seed, self.group = 0, None
+        if mesh is not None:
             self.rank, self.size = mesh["pp"].get_local_rank(), mesh["pp"].size()
-            self.seed, group = 10**6 * mesh["dp"].get_local_rank(), mesh["pp"].get_group()
+            self.group = mesh["pp"].get_group()
+            if "dp" in mesh.mesh_dim_names:
+                self.seed = 10**6 * mesh["dp"].get_local_rank()
         numbers = stages_of_rank(schedule, self.rank, self.size)
         num_stages = len(numbers) * self.size
         self.stages = []
         for number in numbers:
             torch.manual_seed(number)
-            self.stages.append(split(number, num_stages) if distinct else Block())
+            block = Wide if "tp" in wrapper else Block
+            self.stages.append(split(number, num_stages) if distinct else block())
+            if "tp" in wrapper:
+                plan = {"layers.0": ColwiseParallel(), "layers.2": RowwiseParallel()}
+                parallelize_module(self.stages[-1], mesh["tp"], plan)
+            if "fsdp2" in wrapper:
+                fully_shard(self.stages[-1], mesh=mesh["dp"])
         self.module = nn.ModuleList(self.stages) if len(numbers) > 1 else self.stages[0]
-        if shards:
-            fully_shard(self.module, mesh=mesh["dp"])
-        elif mesh is not None:
+        if wrapper == "ddp":
             self.module = DistributedDataParallel(
                 self.module, process_group=mesh["dp"].get_group(), broadcast_buffers=False
             )
@@ -93,7 +123,7 @@ class Pipelined:
         stages = [
             PipelineStage(
                 module, number, num_stages, torch.device("cpu"), moved if number else chunk, moved,
-                group=group,
+                group=self.group,
             )
             for number, module in zip(numbers, modules, strict=True)
         ]  # fmt: skip
@@ -136,10 +166,10 @@ class Pipelined:
         return self.bits()
 
     def norm(self):
-        """Return the norm of all stages' gradients."""
-        grads = [local(p.grad).double() for p in self.module.parameters() if p.grad is not None]
+        """Return the norm of all stages' gradients, without their replicas."""
+        grads = [whole(p.grad).double() for p in self.module.parameters() if p.grad is not None]
         square = torch.stack([grad.square().sum() for grad in grads]).sum()
-        dist.all_reduce(square)
+        dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
     def clip(self, max_norm):

@@ -15,8 +15,9 @@ import trainer_hooks
 from tests.support.inside import device_of, events_of, records_of
 from tests.trainer_hooks.pipelined import BAD, STEPS, Pipelined
 from tests.trainer_hooks.thawing import alike
+from trainvitals.detect.replicas import EVERY
 from trainvitals.errors import UsageError
-from trainvitals.records import FindingRaised
+from trainvitals.records import FindingRaised, Note
 
 NAN = float("nan")
 
@@ -51,6 +52,27 @@ def skips(schedule, optimizer, **settings):
         "skipped": [record.step for record in records if record.skipped],
         "reasons": [e.finding.reason for e in findings if isinstance(e, FindingRaised)],
         "faults": monitor.swallowed_errors,
+    }
+
+
+def attaches():
+    """The loop steps its own optimizer."""
+    expected = Pipelined(schedule="1f1b").run_bare()
+    training = Pipelined(schedule="1f1b")
+    with trainer_hooks.attach(
+        training.module, training.optimizer, pipeline=training.schedule
+    ) as guard:
+        records = records_of(guard)
+        for step in range(STEPS):
+            loss = training.backward(step, NAN if step in BAD else 1.0)
+            if loss is not None:
+                guard.loss(loss)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    return {
+        "exact": alike(expected, training.bits()),
+        "skipped": [record.step for record in records if record.skipped],
+        "faults": guard.swallowed_errors,
     }
 
 
@@ -159,20 +181,19 @@ def refusals():
     return texts
 
 
-def data_parallel(schedule, *, shards):
-    """Two pipelines of two stages: DDP averages equal stages, or FSDP2 shards them.
-
-    NaN in one pipeline's data.
-    """
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    expected = Pipelined(schedule=schedule, mesh=mesh, shards=shards).run_bare()
-    training, losses, norms = Pipelined(schedule=schedule, mesh=mesh, shards=shards), [], []
+def in_mesh(schedule, wrapper, **sizes):
+    """Several pipelines, or split stages; NaN in the data of one pipeline."""
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    settings = {"schedule": schedule, "mesh": mesh, "wrapper": wrapper}
+    expected = Pipelined(**settings).run_bare()
+    training, losses, norms = Pipelined(**settings), [], []
+    is_bad = "dp" not in sizes or training.seed
     with watch(training) as monitor:
         records = records_of(monitor)
         for step in range(STEPS):
-            loss = training.backward(step, NAN if step in BAD and training.seed else 1.0)
+            loss = training.backward(step, NAN if step in BAD and is_bad else 1.0)
             losses.append(0.0 if loss is None else loss.item())
-            norms.append(training.norm().item() / (1.0 if shards else 2**0.5))  # of both replicas
+            norms.append(training.norm().item())
             monitor.step(loss)
     good = [step for step in range(STEPS) if step not in BAD]
     return {
@@ -183,6 +204,23 @@ def data_parallel(schedule, *, shards):
         "recorded norms": [records[step].grad_norm for step in good],
         "skipped": [record.step for record in records if record.skipped],
         "faults": monitor.swallowed_errors,
+    }
+
+
+def flips_bit():
+    """A bit of a weight flips on rank 2, whose stage rank 0 holds too; rank 1 and 3 have another."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    training = Pipelined(schedule="1f1b", mesh=mesh, wrapper="ddp")
+    with watch(training) as monitor:
+        findings = events_of(monitor)
+        for step in range(2 * EVERY):
+            if step == 20 and dist.get_rank() == 2:
+                training.stages[0].layers[0].weight.data.view(torch.int32)[0, 0] ^= 1 << 22
+            monitor.step(training.backward(step))
+    raised = [e.finding for e in findings if isinstance(e, FindingRaised)]
+    return {
+        "findings": [(f.kind, f.reason) for f in raised if f.kind == "replica_corrupted"],
+        "notes": [e.text for e in findings if isinstance(e, Note) and e.code == "replicas"],
     }
 
 
@@ -210,10 +248,25 @@ def cases(rank, folder, *, world_size):
         found["heals"]["gpipe"] = heals(folder, "gpipe")
         found["bad gradient"] = [bad_gradient(0), bad_gradient(1), bad_gradient(0, "interleaved")]
         found["clips"] = clips()
+        found["attached"] = attaches()
         found["refusals"] = refusals()
     else:
-        found["ddp"] = data_parallel("1f1b", shards=False)
-        found["fsdp2"] = data_parallel("1f1b", shards=True)
+        found["meshes"] = {
+            "ddp": in_mesh("1f1b", "ddp", dp=2, pp=2),
+            "fsdp2": in_mesh("1f1b", "fsdp2", dp=2, pp=2),
+            "fsdp2, interleaved": in_mesh("interleaved", "fsdp2", dp=2, pp=2),
+            "tp": in_mesh("1f1b", "tp", pp=2, tp=2),
+        }
+        found["flipped bit"] = flips_bit()
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def eight(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=8)
+    torch.set_num_threads(1)
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "8"}
+    found = {"meshes": {"fsdp2, tp": in_mesh("1f1b", "fsdp2, tp", dp=2, pp=2, tp=2)}}
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

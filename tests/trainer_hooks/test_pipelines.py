@@ -10,7 +10,7 @@ import pytest
 from tests.house.pages import block
 from tests.support.examples import one_in
 from tests.trainer_hooks.pipelined import BAD
-from tests.trainer_hooks.ranks_pipelined import four, two
+from tests.trainer_hooks.ranks_pipelined import eight, four, two
 from tests.trainer_hooks.spawned import spawned
 
 pytestmark = pytest.mark.dist
@@ -59,17 +59,40 @@ def test_equal_names_of_stages_get_the_stage_and_other_names_stay(found):
         assert ["0.weight", "0.bias"] == [name.removeprefix("stage0.") for name in other[:2]]
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_two_pipelines_with_data_parallelism_are_exact(of_four, wrapper):
-    cases = [rank[wrapper] for rank in of_four]
-    last = [case["losses"] for case in cases if any(case["losses"])]
-    mean = [sum(losses) / 2 for losses in zip(*last, strict=True)]
-    for case in cases:
-        assert case["exact"]
-        assert case["skipped"] == list(BAD)
-        assert case["recorded norms"] == pytest.approx(case["norms"], rel=1e-6)
-        assert case["recorded losses"] == pytest.approx(mean, rel=1e-6)
-        assert case["faults"] == {}
+def check_meshes(ranks):
+    """Check that all pipelines of a mesh have one norm, one loss and exact skips."""
+    for name in ranks[0]["meshes"]:
+        cases = [rank["meshes"][name] for rank in ranks]
+        last = [case["losses"] for case in cases if any(case["losses"])]
+        mean = [sum(losses) / len(last) for losses in zip(*last, strict=True)]
+        for case in cases:
+            assert case["exact"], name
+            assert case["skipped"] == list(BAD), name
+            assert case["recorded norms"] == pytest.approx(case["norms"], rel=1e-6), name
+            assert case["recorded losses"] == pytest.approx(mean, rel=1e-6), name
+            assert case["faults"] == {}, name
+
+
+def test_pipelines_with_ddp_fsdp2_or_tensor_parallelism_are_exact(of_four):
+    check_meshes(of_four)
+
+
+def test_replicas_of_a_stage_are_compared_with_each_other(of_four):
+    case = of_four[0]["flipped bit"]
+    assert case["notes"][0].startswith("replicas are compared among 2 ranks")
+    ((_, reason),) = case["findings"]
+    assert "layers.0.weight" in reason
+    assert "0, 2" in reason
+
+
+@pytest.mark.nightly
+def test_a_pipeline_with_fsdp2_and_tensor_parallelism_is_exact_on_eight_ranks(tmp_path):
+    check_meshes(spawned(eight, tmp_path, ranks=8))
+
+
+def test_a_loop_with_its_own_optimizer_step_is_guarded(of_two):
+    expected = {"exact": True, "skipped": list(BAD), "faults": {}}
+    assert [expected, expected] == [rank["attached"] for rank in of_two]
 
 
 def test_a_nan_loss_does_not_blame_the_last_stage(found):

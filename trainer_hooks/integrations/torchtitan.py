@@ -16,13 +16,13 @@ from importlib.util import find_spec
 from typing import Any, Unpack
 
 import torch
+from torch import nn
 
 import trainer_hooks
 from trainer_hooks._attach import Attached
 from trainer_hooks.integrations.framework import Options, replace_while_attached, require_version
 from trainer_hooks.tensors.gradients import local_tensor
 from trainvitals.errors import UsageError
-from trainvitals.units import humanize_count
 
 STATE = "vitals"
 """Key of the state in torchtitan's checkpoints."""
@@ -53,7 +53,13 @@ def attach(trainer: Any, **options: Unpack[Options]) -> Attached:
     """
     _require_torchtitan()
     _refuse(trainer)
-    attached = trainer_hooks.attach(trainer.model_parts[0], list(trainer.optimizers), **options)
+    parts = trainer.model_parts
+    attached = trainer_hooks.attach(
+        parts[0] if len(parts) == 1 else nn.ModuleList(parts),
+        list(trainer.optimizers),
+        pipeline=trainer.pp_schedule if trainer.parallel_dims.pp_enabled else None,
+        **options,
+    )
     if isinstance(attached, Attached):  # otherwise it is off
         _hook_trainer(trainer, attached)
     return attached
@@ -82,13 +88,6 @@ def _refuse(trainer: Any) -> None:
         )
     if getattr(trainer.train, "__name__", "") == _TRAIN:
         raise UsageError(f"this {name} is already guarded", hint="call attach(trainer) once")
-    if trainer.parallel_dims.pp_enabled or len(trainer.model_parts) != 1:
-        parts = humanize_count(len(trainer.model_parts), "model part")
-        raise UsageError(
-            f"{name} trains {parts} with pipeline parallelism: "
-            "its ranks hold different layers and most of them have no loss; this cannot be guarded",
-            hint="parallelism.pipeline_parallel_degree = 1, or train without attach()",
-        )
     for base in type(trainer.optimizers).__mro__:
         if base.__name__ in _OWN_STEPS:
             raise UsageError(
@@ -138,7 +137,8 @@ class _StepJudge:
         self._at, self._calls = at, 1 + (self._calls if at == self._at else 0)
         is_given = False
         with attached._run.faults.fail_open("loss"):
-            self._give(loss, **kwargs)
+            if not trainer.parallel_dims.pp_enabled or trainer.pp_has_last_stage:
+                self._give(loss, **kwargs)
             is_given = True
         if self._calls == trainer.gradient_accumulation_steps:
             config = getattr(trainer, "job_config", None) or trainer.config
