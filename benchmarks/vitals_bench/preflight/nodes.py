@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -53,6 +55,9 @@ def nodes(num: int, *, slow_link: int = -1, slow_disk: int = -1) -> Iterator[lis
         VitalsError: this user may not, or the kernel cannot.
     """
     with contextlib.ExitStack() as stack:
+        # As Ctrl-C: otherwise SIGTERM would leave the name spaces, disks and groups.
+        previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        stack.callback(signal.signal, signal.SIGTERM, previous)
         temporary = tempfile.TemporaryDirectory(suffix="-preflight", dir="/dev/shm")
         folder = Path(stack.enter_context(temporary))
         switch = f"vitals-{os.getpid()}-switch"
