@@ -226,7 +226,7 @@ def _rows(trials: list[Trial]) -> Iterator[Row | Grid]:
         "only the node at fault is named; in a clean run, nothing fails. Throttled rank: a control "
         f"group gives it {SHARE:.0%} of the CPU of the others. Throttled link: 100 Mbit/s instead "
         "of 1 Gbit/s. Slow disk: 10 MiB/s instead of 100. Skewed clock: 1 s, added where the rank "
-        "reads it. Without history of the nodes.",
+        "reads it. Without history of the nodes; loaders are not compared on nodes of two cores.",
     )
     faults = [trial for trial in trials if trial.fault != CLEAN]
     clean = [trial for trial in trials if trial.fault == CLEAN]

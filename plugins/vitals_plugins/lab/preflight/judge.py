@@ -314,9 +314,11 @@ def _speeds(spec: FigureSpec, reports: Sequence[PreflightReport]) -> dict[int, f
     makes some writes faster than the disk.
     """
     groups: dict[object, list[tuple[int, float]]] = defaultdict(list)
+    num_ranks = Counter(each.node for each in reports)
     for report in reports:
         speed = _as_speed(spec, report.figures.get(spec.name))
-        if speed is not None:
+        has_cores = report.limits.get("cores", 0) >= spec.num_cores * num_ranks[report.node]
+        if speed is not None and has_cores:
             group = report.node if spec.is_of_node else report.rank
             groups[group].append((report.rank, speed))
     return {each[0][0]: median_low([speed for _, speed in each]) for each in groups.values()}

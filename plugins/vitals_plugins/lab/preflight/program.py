@@ -37,6 +37,7 @@ from trainvitals.io.private import is_memory_backed  # noqa: E402
 from vitals_plugins.lab.preflight.report import (  # noqa: E402
     DONE,
     NUM_LOCAL,
+    NUM_WORKERS,
     STAGES,
     ClockOffset,
     PairTime,
@@ -278,7 +279,7 @@ class Rank:
         The first time, other ranks may still start, or have no loader any more, so that ranks of
         equal cores differ. After an exchange all ranks measure at once, but some never get there.
         """
-        batches = iter(DataLoader(ComputedSamples(), batch_size=16, num_workers=2))
+        batches = iter(DataLoader(ComputedSamples(), batch_size=16, num_workers=NUM_WORKERS))
         num_bytes = next(batches).nbytes
         rate = self._best_rate(lambda: next(batches), num_bytes, self._share(0.06))
         before = self.report.figures.get("loader_bytes_per_second", 0.0)
@@ -554,11 +555,13 @@ def _versions(is_gpu: bool) -> dict[str, str]:
 
 
 def _limits() -> dict[str, int]:
-    """Return this node's limits for a preflight: open files, locked bytes, shared memory."""
+    """Return this rank's limits for a preflight: open files, bytes of memory, cores."""
     limits = {
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "locked_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
     }
+    if hasattr(os, "sched_getaffinity"):  # macOS binds no thread
+        limits["cores"] = len(os.sched_getaffinity(0))
     with suppress(OSError):  # no shared memory
         limits["shared_bytes"] = shutil.disk_usage("/dev/shm").free
     return limits

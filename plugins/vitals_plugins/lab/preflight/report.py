@@ -16,6 +16,10 @@ DONE = len(STAGES)
 NUM_LOCAL = STAGES.index("join")
 
 
+NUM_WORKERS = 2
+"""Worker processes of the loader."""
+
+
 class FigureSpec(msgspec.Struct, frozen=True):
     """One measured quantity, and the values that count as slow."""
 
@@ -30,6 +34,9 @@ class FigureSpec(msgspec.Struct, frozen=True):
     """Whether a smaller value is better."""
     least: float = 0.0
     """Shorter times are equally good: they slow no training."""
+    num_cores: int = 0
+    """Cores per rank that it needs. On a node with fewer, it is not compared: there the scheduler
+    decides, and gives a loader a fifth of the pace of an equal one."""
     is_of_node: bool = False
     """Whether the ranks of a node share it: they are compared by their lower median, as one."""
 
@@ -37,13 +44,19 @@ class FigureSpec(msgspec.Struct, frozen=True):
 # GPUs of one model differ by a few percent in clock and power, and a GPU belongs to one job: 0.85
 # is outside of that. Ranks on CPUs share cores and caches with other processes: half of them can
 # lose a third of their speed for seconds. Disk and loader depend on shared file systems and cores
-# in both cases, where a factor of 2 is usual. Loaders of ranks on CPUs compete with all ranks for
-# cores: with three ranks per core, some have a third of the median. A sync of 4 KiB varies still more, by a factor of 300
+# in both cases, where a factor of 2 is usual; a sync of 4 KiB varies still more, by a factor of 300
 # between a disk that is idle and one that just wrote as fast as it may.
 FIGURES = (
     FigureSpec("gemm_flops_per_second", "matrix product", "FLOP/s", cpu_ratio=0.6, gpu_ratio=0.85),
     FigureSpec("memory_bytes_per_second", "memory copy", "B/s", cpu_ratio=0.6, gpu_ratio=0.85),
-    FigureSpec("loader_bytes_per_second", "loader", "B/s", cpu_ratio=0.25, gpu_ratio=0.4),
+    FigureSpec(
+        "loader_bytes_per_second",
+        "loader",
+        "B/s",
+        cpu_ratio=0.4,
+        gpu_ratio=0.4,
+        num_cores=1 + NUM_WORKERS,
+    ),
     FigureSpec(
         "disk_bytes_per_second",
         "checkpoint write",
@@ -97,7 +110,7 @@ class PreflightReport(msgspec.Struct, frozen=True, kw_only=True):
     figures: dict[str, float] = {}
     versions: dict[str, str] = {}
     limits: dict[str, int] = {}
-    """Open files, locked memory and free shared memory; -1 is unlimited."""
+    """Open files, locked memory, free shared memory and cores; -1 is unlimited."""
     offset: ClockOffset | None = None
     ring_bytes_per_second: float | None = None
     pairs: tuple[PairTime, ...] = ()

@@ -42,7 +42,7 @@ def healthy(num: int, *, per_node: int = 1, seed: int = 0, noise: float = 0.1, g
             stage=DONE,
             figures={name: vary(value) for name, value in SPEEDS.items()},
             versions={"torch": "2.13.0", "kernel": "6.1"},
-            limits={"open_files": 65536, "locked_bytes": -1, "shared_bytes": 1 << 30},
+            limits={"open_files": 65536, "locked_bytes": -1, "shared_bytes": 1 << 30, "cores": 64},
             offset=ClockOffset(rng.uniform(-0.002, 0.002), 0.001),
             ring_bytes_per_second=vary(LINK),
             pairs=tuple(

@@ -115,6 +115,13 @@ def test_a_disk_of_a_tenth_is_slow_although_the_others_differ_by_half():
     assert [("slow_rank", (0,), ("n0",))] == found(reports)
 
 
+@pytest.mark.parametrize(("cores", "is_named"), [(6, True), (5, False)])
+def test_a_loader_is_compared_only_if_its_processes_have_cores(cores, is_named):
+    reports = scale(healthy(6, per_node=2), 3, 0.2, "loader_bytes_per_second")
+    reports = [msgspec.structs.replace(r, limits={**r.limits, "cores": cores}) for r in reports]
+    assert ([("slow_rank", (3,), ("n1",))] if is_named else []) == found(reports)
+
+
 def test_equal_figures_are_not_a_finding():
     assert [] == found(healthy(4, noise=0.0))
 
@@ -190,7 +197,7 @@ class TestHistory:
         baselines = {f"n{rank}": Baseline("Xeon", (SPEEDS,) * 3) for rank in range(4)}
         reports = healthy(8)
         for rank in range(8):
-            reports = scale(reports, rank, 0.1, "loader_bytes_per_second")
+            reports = scale(reports, rank, 0.2, "loader_bytes_per_second")
         (finding,) = judge(reports, baselines=baselines)
         assert ("slower_nodes", "note", ()) == (finding.kind, finding.severity, finding.nodes)
         assert "loader: n0 and 3 more nodes" in finding.text
