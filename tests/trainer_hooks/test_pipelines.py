@@ -1,6 +1,7 @@
 """Pipelines of torch.distributed.pipelining: one norm, one verdict, exact on every stage."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,11 +79,8 @@ def test_pipelines_with_ddp_fsdp2_or_tensor_parallelism_are_exact(of_four):
 
 
 def test_replicas_of_a_stage_are_compared_with_each_other(of_four):
-    case = of_four[0]["flipped bit"]
-    assert case["notes"][0].startswith("replicas are compared among 2 ranks")
-    ((_, reason),) = case["findings"]
-    assert "layers.0.weight" in reason
-    assert "0, 2" in reason
+    (reason,) = of_four[0]["flipped bit"]
+    assert re.search(r"layers\.0\.weight on rank 0 \(.+\) or rank 2 \(.+\)", reason)
 
 
 @pytest.mark.nightly
