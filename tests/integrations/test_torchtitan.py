@@ -203,7 +203,7 @@ def test_a_training_that_raises_has_failed(played):
 
 def test_a_run_that_its_ladder_stops_ends_train_on_all_ranks_in_the_same_step(played):
     ranks, journal, _ = played("halting")
-    assert ["the run was stopped at step 4"] * WORLD == [r["halted"].split(":")[0] for r in ranks]
+    assert ["halted by Vitals at step 4"] * WORLD == [r["halted"].split(":")[0] for r in ranks]
     assert 1 == len({rank["step"] for rank in ranks})
     assert ["halted"] == [end.state for end in of(journal, RunEnded)]
 
