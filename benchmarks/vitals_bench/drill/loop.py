@@ -14,6 +14,9 @@ RESTART = ("killed_rank",)
 _HEAL = 'mode="heal"'
 _UNREPAIRED = dict.fromkeys(("nan_parameters", "bit_flip", "killed_rank", "forgotten_lr"), _HEAL)
 """What mode ``guard`` does not repair, and part of the line that would change it."""
+_RESUMES = "from which the next start resumes"
+_ATTACHED = {**_UNREPAIRED, "killed_rank": _RESUMES, "forgotten_lr": _RESUMES}
+"""The same with ``attach``, and in adapters, which restore nothing."""
 _SHARDED = {"bit_flip": "no other rank holds the same parameters"}
 _STAGES = {**_SHARDED, "slow_rank": "not measured"}
 
@@ -76,11 +79,11 @@ def _broken(how: str, reason: str) -> DrilledLoop:
 
 LOOPS = (
     *_in_both_modes("ImageNet example", "imagenet"),
-    DrilledLoop(name="nanoGPT", script="nanogpt", mode="guard", unprotected=_UNREPAIRED),
+    DrilledLoop(name="nanoGPT", script="nanogpt", mode="guard", unprotected=_ATTACHED),
     *_in_both_modes("torchtitan", "torchtitan", **_SHARDED),
     *_in_both_modes("GAN", "gan"),
     DrilledLoop(
-        name="Hugging Face Trainer", script="hf_trainer", mode="guard", unprotected=_UNREPAIRED,
+        name="Hugging Face Trainer", script="hf_trainer", mode="guard", unprotected=_ATTACHED,
         requires="transformers",
     ),
     *_in_both_modes("pipeline, 1F1B", "pipeline", **_STAGES),

@@ -27,7 +27,7 @@ LOSS_STEPS = 10
 DrillOutcome = Literal["kept", "broken", "not protected", "not tested"]
 _HEAL = 'trainvitals.watch(..., mode="heal", checkpoints=True)'
 _OWN_LOOP = f"a loop of your own with {_HEAL}: attach and adapters roll nothing back"
-_OWN_CHECKPOINTS = "checkpoints of the trainer, from which the next start resumes"
+_OWN_CHECKPOINTS = "checkpoints of the loop or its trainer, from which the next start resumes"
 _GUARD = 'trainvitals.watch(..., mode="guard"), without VITALS_MODE=observe'
 _PROBE = (
     'monitor.step(loss, max_norm="auto") without a clip of your own, or mode="heal" with '

@@ -191,7 +191,7 @@ def test_a_loop_with_an_adapter_gets_no_advice_that_it_cannot_follow():
     killed = facts(alerts=(alert("RunFailed"),))
     for fault, each, words in (
         ("nan_parameters", damaged, "a loop of your own"),
-        ("killed_rank", killed, "checkpoints of the trainer"),
+        ("killed_rank", killed, "checkpoints of the loop"),
     ):
         watched = judge_fault(FAULTS[fault], each, UNDISTURBED)
         started = replace(each.records[0], owns_step=False)
