@@ -287,7 +287,7 @@ def test_a_finding_says_value_and_limit_in_words() -> None:
     detector = SpikeDetector("grad_norm")
     feed(detector, "grad_norm 0.25x30")
     (finding,) = detector.update(StepRecord(step=30, attempt=1, grad_norm=145.0))
-    assert "gradient norm 145 is above its limit 10" == finding.reason
+    assert "gradient norm 145 is above its report limit 10" == finding.reason
     assert ("advisory", 145.0, 10.0, 30) == (
         finding.level, finding.value, finding.limit, finding.onset_step,
     )  # fmt: skip
