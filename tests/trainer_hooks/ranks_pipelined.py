@@ -40,7 +40,7 @@ def skips(schedule, optimizer, **settings):
             loss = training.backward(step, NAN if step in BAD else 1.0)
             losses.append(None if loss is None else loss.item())
             norms.append(training.norm().item())
-            monitor.step(loss)
+            monitor.step(-1.0 if loss is None else loss)
     good = [step for step in range(STEPS) if step not in BAD]
     return {
         "exact": alike(expected, training.bits()),
@@ -65,8 +65,7 @@ def attaches():
         records = records_of(guard)
         for step in range(STEPS):
             loss = training.backward(step, NAN if step in BAD else 1.0)
-            if loss is not None:
-                guard.loss(loss)
+            guard.loss(-1.0 if loss is None else loss)
             training.optimizer.step()
             training.optimizer.zero_grad()
     return {
@@ -169,6 +168,14 @@ def refusals():
     refused("another module", lambda: watched(pipeline=other))
     wrong = ScheduleGPipe(PipelineStage(module, rank, 2 + rank, device), 2)
     refused("another pipeline", lambda: watched(pipeline=wrong))
+    halves = [torch.optim.SGD([p], lr=0.1) for p in training.stages[0].layers[0].parameters()]
+    two_optimizers = trainer_hooks.watch(module, halves, pipeline=training.schedule)
+    with two_optimizers as monitor:
+        training.backward(0)
+        try:
+            monitor.step(optimizer=halves[1])
+        except UsageError as error:
+            texts["optimizer"] = error.text
     with watch(training) as monitor:
         try:
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})

@@ -141,6 +141,7 @@ def test_a_stage_trains_without_its_pipeline_in_mode_off(of_two):
         ("another pipeline", "rank 0: stage 0 of 2, rank 1: stage 1 of 3"),
         ("added group", "a parameter group was added after attach() or watch(pipeline=...)"),
         ("probe", "probe was given in a pipeline"),
+        ("optimizer", "all optimizers step together"),
     ],
 )
 def test_what_is_not_supported_is_refused_on_every_rank(of_two, name, text):

@@ -107,6 +107,11 @@ class DeviceParts:
         Raises:
             UsageError: the optimizer was not given to ``watch``.
         """
+        if len(self.optimizers) > 1 and len(self.turns) == 1:
+            raise UsageError(
+                "monitor.step(optimizer=...) is not possible here: all optimizers step together",
+                hint="monitor.step(loss)",
+            )
         for turn in self.turns[1:] or self.turns:
             if turn.optimizers[0] is optimizer:
                 return turn

@@ -135,6 +135,8 @@ class StepPhases:
 
     def add_loss(self, loss: Tensor | float, weight: Tensor | float | None) -> None:
         """Add one micro-batch's loss to the step."""
+        if not self._device.norms.has_loss:
+            return
         # Added to 0.0 to get a copy: the loop may keep counting in its tensor.
         share = 0.0 + self._weight_or_one(weight)
         part = self.number("loss", loss) * share
@@ -200,6 +202,8 @@ class StepPhases:
     def _take_losses(self, loss: Tensor | float | None, weight: Tensor | float | None) -> StepLoss:
         """Return the step's loss; ``loss`` counts in addition to earlier ones, unless repeated."""
         taken = self.micro.take()
+        if not self._device.norms.has_loss:
+            return StepLoss()  # loops often pass 0 or -1 there
         if taken is None:
             if loss is None:
                 return StepLoss()

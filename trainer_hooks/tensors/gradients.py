@@ -393,6 +393,9 @@ ALL = slice(None)
 class GradNorms:
     """The gradients of all watched parameters and their squares; creation is collective."""
 
+    has_loss = True
+    """Whether this rank computes the loss."""
+
     def __init__(
         self, params: dict[str, Tensor], ranks: Ranks, pieces: Mapping[int, Piece] | None = None
     ) -> None:

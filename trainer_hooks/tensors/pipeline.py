@@ -115,6 +115,7 @@ class StageNorms(GradNorms):
     ) -> None:
         own = _RankStages(tuple(stages.modules), stages.num_stages, stages.names(params))
         everyone = ranks.gather(own)
+        self.has_loss = stages.num_stages - 1 in stages.modules
         self.stages = tuple(rank.numbers for rank in everyone)
         """Stages of each rank."""
         names_by_stage = _union(everyone)
