@@ -345,7 +345,7 @@ def _check_pipeline(arguments: WatchArguments) -> None:
     if isinstance(arguments.model, NamedModels):
         raise UsageError(
             "pipeline was given with several named models; the model must be one module",
-            hint="watch(stage_module, optimizer, pipeline=schedule); of several stages: "
+            hint="watch(stage_module, optimizer, pipeline=schedule), for several stages with "
             "torch.nn.ModuleList(stage_modules)",
         )
     inside = {id(each) for each in arguments.model.modules()}
@@ -353,7 +353,7 @@ def _check_pipeline(arguments: WatchArguments) -> None:
     if outside:
         raise UsageError(
             f"the model does not contain {name_stages(outside)} of this rank's schedule",
-            hint="watch(stage_module, optimizer, pipeline=schedule); of several stages: "
+            hint="watch(stage_module, optimizer, pipeline=schedule), for several stages with "
             "torch.nn.ModuleList(stage_modules)",
         )
     if getattr(arguments.signals, "measures", False):

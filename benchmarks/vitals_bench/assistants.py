@@ -134,8 +134,8 @@ def _directory_rows(folder: Path, filling: Filling, sizes: list[int]) -> Iterato
             unit="ms",
             goal=at_most(LIMIT_MS),
             note=f"CPU; {1e3 * reading:.0f} ms for reading from the start of the server, and for "
-            f"the sum of the goodput; complete after {num_calls} calls and {_children_seconds() - children:.1f} "
-            "s of another process's CPU",
+            f"the sum of the goodput; complete after {num_calls} calls and "
+            f"{_children_seconds() - children:.1f} s of another process's CPU",
         )
 
 

@@ -28,6 +28,7 @@ from trainvitals.views import (
     GoodputQuestion,
     GoodputView,
     IncidentsQuestion,
+    RunQuestion,
     RunsQuestion,
     VerdictQuestion,
 )
@@ -307,6 +308,20 @@ def test_what_a_scrape_asked_for_is_read_beside_it(store: Store):
         assert [view.steps for view in reader.known(runs)] == [10]
     finally:
         reader.close()
+
+
+def test_the_goodput_of_a_run_that_somebody_looks_at_is_read(store: Store):
+    head = Writer()
+    ingest(store, begun(head))
+    ingest(store, trained(head, *range(1, 11)))
+    query = Query(store, clock=ManualClock())
+    reader = GoodputReader(store, query.goodput)
+    query.read_goodput_soon = reader.read_soon
+    detail = query.ask(RunQuestion(run_id=RUN))
+    query.ask(RunQuestion(run_id=RUN))
+    assert [] == query.goodput.known([detail.summary])
+    reader.read_queried_runs()
+    assert [10] == [view.steps for view in query.goodput.known([detail.summary])]
 
 
 def test_a_run_that_cannot_be_read_is_counted_and_the_next_scrape_tries_again(store: Store):

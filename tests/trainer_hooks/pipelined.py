@@ -84,7 +84,7 @@ def split(rank, size):
 class Pipelined:
     """One rank of the training; equal names on all stages unless ``distinct``.
 
-    ``mesh`` has the dimensions pp, dp for the wrapper "ddp" or "fsdp2", and tp for the wrapper "tp".
+    ``mesh`` has the dimensions pp, dp for the wrapper "ddp" or "fsdp2", and tp for "tp".
     """
 
     def __init__(

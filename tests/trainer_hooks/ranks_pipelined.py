@@ -215,7 +215,7 @@ def in_mesh(schedule, wrapper, **sizes):
 
 
 def flips_bit():
-    """A bit of a weight flips on rank 2, whose stage rank 0 holds too; rank 1 and 3 have another."""
+    """A bit of a weight flips on rank 2, whose stage rank 0 holds too."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     training = Pipelined(schedule="1f1b", mesh=mesh, wrapper="ddp")
     with watch(training) as monitor:

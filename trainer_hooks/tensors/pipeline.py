@@ -84,7 +84,7 @@ def stages_of(model: nn.Module) -> list[tuple[int, int]]:
 
 
 class _RankStages(NamedTuple):
-    """What a rank trains, as the ranks compare it."""
+    """Stages and parameters that a rank trains, which the ranks compare."""
 
     numbers: tuple[int, ...]
     num_stages: int

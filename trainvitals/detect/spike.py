@@ -399,8 +399,9 @@ class SpikeDetector(Detector):
                 f"; such single spikes recur ({num} in {self._clock - first + 1} steps) and are "
                 "no longer reported up to 1.5x the highest"
             )
+        reason = f"{label} {value:.4g} is above its report limit {limit:.4g}{more}"
         return self._report(
-            record.step, f"{label} {value:.4g} is above its report limit {limit:.4g}{more}", kind="spike",
+            record.step, reason, kind="spike",
             cause=f"{self.metric}_outlier", value=value, limit=limit, onset_step=onset,
         )  # fmt: skip
 

@@ -136,6 +136,7 @@ def _build_app(
     ingest_app = IngestApp(store, clock=clock, commit_seconds=settings.commit_seconds)
     query = _build_query(store, settings, clock)
     reader = GoodputReader(store, query.goodput)
+    query.read_goodput_soon = reader.read_soon
     make_exporter = partial(
         StoreCollector, store, acting=acting, liveness=query.liveness, goodput=reader
     )

@@ -188,9 +188,7 @@ def onset_sentence(onset: Onset) -> str:
     at = f"at step {onset.step:,}"
     first_moved = f"Moved first: {_onset_text(onset)} {at}{_onset_values_text(onset)}."
     if not onset.is_cause:
-        first_moved += (
-            " Not enough was measured to tell why: `watch(signals=...)` measures more."
-        )
+        first_moved += " Not enough was measured to tell why: `watch(signals=...)` measures more."
     later = [effect for effect in onset.next if effect.step > onset.step]
     if later:
         listed = "; ".join(

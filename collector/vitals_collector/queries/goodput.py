@@ -192,9 +192,7 @@ def _keys(attempt: Ints, step: Ints) -> Ints:
     return (attempt & 0xFFFFFF) << 39 | step & 0x7FFFFFFFFF
 
 
-def _float_columns(
-    rows: Columns, names: Iterable[str], which: _Which
-) -> dict[str, Floats]:
+def _float_columns(rows: Columns, names: Iterable[str], which: _Which) -> dict[str, Floats]:
     """Return the chosen rows of columns; NaN for missing values."""
     return {
         name: np.where(rows[name].is_missing, np.nan, rows[name].values.astype(np.float64))[which]
@@ -478,7 +476,9 @@ class GoodputCache:
 
 
 class GoodputReader:
-    """The thread ``vitals-goodput``: reads the runs that a scrape queried, so that no scrape waits.
+    """The thread ``vitals-goodput``: reads the goodput of runs before it is queried.
+
+    Those of a scrape, so that no scrape waits, and those whose details were queried.
 
     A run of a million steps takes seconds. Until its first read, a scrape does not contain it.
     """
@@ -507,6 +507,12 @@ class GoodputReader:
         self._asked = tuple(runs)
         self._wake.set()
         return self._cache.known(runs)
+
+    def read_soon(self, run: RunSummary) -> None:
+        """Read the goodput of a run in the thread, besides those of the latest scrape."""
+        others = (each for each in self._asked if each.run_id != run.run_id)
+        self._asked = (*others, run)[-MAX_KEPT:]
+        self._wake.set()
 
     def read_queried_runs(self) -> None:
         """Read the goodput of the latest query's runs; an error is logged and ends the pass."""

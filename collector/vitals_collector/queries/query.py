@@ -109,6 +109,8 @@ class Query:
         self.gpu_hour_price = gpu_hour_price
         self.folders = folders
         self.goodput = goodput or GoodputCache(price=gpu_hour_price)
+        self.read_goodput_soon: Callable[[views.RunSummary], None] | None = None
+        """Reads the goodput of a run in a thread: it is often queried after the run's details."""
         self._lost_after_seconds = lost_after_seconds
         self._up_since_unix_ns = up_since_unix_ns
 
@@ -223,8 +225,11 @@ def _run_detail(query: Query, question: views.RunQuestion) -> views.RunDetail:
 
     with query.read() as moment:
         row = ledger.run_row(moment.sql, question.run_id)
+        summary = overview.load_run_summaries(moment.sql, query.liveness(), question.run_id)[0]
+        if query.read_goodput_soon is not None:
+            query.read_goodput_soon(summary)
         return views.RunDetail(
-            summary=overview.load_run_summaries(moment.sql, query.liveness(), question.run_id)[0],
+            summary=summary,
             info=overview.info_of(row),
             attempts=ledger.attempts_of(moment, question.run_id),
             sources=ledger.sources_of(moment.sql, question.run_id),

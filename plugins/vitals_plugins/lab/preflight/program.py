@@ -276,7 +276,7 @@ class Rank:
     def _measure_loader(self) -> None:
         """Measure the bytes per second of a data loader on this rank; the better of two counts.
 
-        The first time, other ranks may still start, or have no loader any more, so that ranks of
+        The first time, other ranks may still start or have ended their loader, so that ranks of
         equal cores differ. After an exchange all ranks measure at once, but some never get there.
         """
         batches = iter(DataLoader(ComputedSamples(), batch_size=16, num_workers=NUM_WORKERS))
