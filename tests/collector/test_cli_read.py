@@ -16,7 +16,15 @@ from trainvitals.io.client import COLLECTOR_FILE, CollectorFile
 from trainvitals.io.rundir import RunDir
 from trainvitals.io.sample_ids import SampleFile, StepSamples
 from trainvitals.io.spool import Spool
-from trainvitals.records import AttemptStarted, BatchNoted, RunEnded, RunInfo, RunStarted
+from trainvitals.records import (
+    BAD_GRADIENTS,
+    BAD_LOSS,
+    AttemptStarted,
+    BatchNoted,
+    RunEnded,
+    RunInfo,
+    RunStarted,
+)
 from trainvitals.views import RunsQuestion, StepQuestion
 from vitals_collector.cli.tail import StepTail
 from vitals_collector.queries.open import find_run, open_reader
@@ -172,6 +180,24 @@ def test_why_names_the_culprit_its_limit_and_its_batch(tmp_path: Path):
     assert "Loss 9 (limit 3)" in said
     assert "the update was skipped" in said
     assert "Caused by rank 1 (its local loss was 17.5, from batch 77 of epoch 2)" in said
+
+
+@pytest.mark.parametrize(
+    ("bits", "is_said"), [(BAD_GRADIENTS, True), (BAD_GRADIENTS | BAD_LOSS, False)]
+)
+def test_why_says_that_the_rank_of_averaged_gradients_is_unknown(bits: int, is_said: bool):
+    from tests.support.queries import query
+    from vitals_collector.ingest.ingest import ingest
+    from vitals_collector.storage.store import open_store
+
+    store = open_store("sqlite://")
+    ingest(store, Writer().steps([5], loss=1.0, verdict=bits, skipped=1, culprit_rank=-1))
+    ingest(store, Writer("rank:1").steps([5], rank_loss=1.0))
+    asked = query(store)
+    run, step = asked.ask(RunsQuestion())[0], asked.ask(StepQuestion(run_id=RUN, step=5))
+    said = " ".join(explain_step(run, step, ()).split())
+    store.close()
+    assert is_said == ("The rank is unknown: gradients are checked after" in said)
 
 
 def test_why_of_a_step_that_is_not_there_names_the_last(

@@ -409,9 +409,14 @@ def of_attempt(view: views.StepView, attempt: int) -> str:
     culprit = int(values.get("culprit_rank", -1) or 0)
     if bits & ~records.CLIPS and culprit >= 0:
         clauses.append(f"caused by rank {culprit}{_culprit_details(rows, culprit)}")
-    elif bits & records.BAD_GRADIENTS and len({row.source for row in rows}) > 1:
+    elif _has_unknown_rank(bits) and len({row.source for row in rows}) > 1:
         clauses.append("the rank is unknown: gradients are checked after all ranks are averaged")
     return clauses[0] + ". " + " ".join(f"{text[:1].upper()}{text[1:]}." for text in clauses[1:])
+
+
+def _has_unknown_rank(bits: int) -> bool:
+    """Return whether only the gradients of the explained step were non-finite, on all ranks."""
+    return bool(bits & records.BAD_GRADIENTS) and not bits & records.BAD_LOSS
 
 
 def stepped_optimizer(row: views.StepRow) -> str:
