@@ -41,8 +41,6 @@ MAX_RANKS = 32
 """Maximum number of ranks whose waits are read; with more ranks, evenly chosen ones."""
 _PARTS = ("data_wait_seconds", "checkpoint_seconds", "evaluation_seconds")
 _WAITS = ("gradient_wait_seconds", "communication_seconds")
-_Which = np.ndarray[Any, Any] | slice
-"""Indices, a mask, or all rows."""
 _ALL_ROWS = (0, 2**63 - 1)
 _LOG = logging.getLogger("vitals.collector.goodput")
 _decode_rank = msgspec.msgpack.Decoder(RankStarted).decode
@@ -192,7 +190,9 @@ def _keys(attempt: Ints, step: Ints) -> Ints:
     return (attempt & 0xFFFFFF) << 39 | step & 0x7FFFFFFFFF
 
 
-def _float_columns(rows: Columns, names: Iterable[str], which: _Which) -> dict[str, Floats]:
+def _float_columns(
+    rows: Columns, names: Iterable[str], which: np.ndarray[Any, Any]
+) -> dict[str, Floats]:
     """Return the chosen rows of columns; NaN for missing values."""
     return {
         name: np.where(rows[name].is_missing, np.nan, rows[name].values.astype(np.float64))[which]
@@ -204,7 +204,6 @@ class _RankMeans:
     """Sums the ranks' parts of each step of rank 0."""
 
     def __init__(self, keys: Ints, of_head: Mapping[str, Floats]) -> None:
-        self._keys = keys
         self._order = np.argsort(keys, kind="stable")
         self._sorted = keys[self._order]
         self._head = of_head
@@ -215,11 +214,9 @@ class _RankMeans:
         self._num_waits = np.isfinite(wait).astype(np.float64)
         self._least = wait.copy()
 
-    def _rows_of(self, rows: Columns) -> tuple[_Which, _Which]:
+    def _rows_of(self, rows: Columns) -> tuple[Ints, np.ndarray[Any, Any]]:
         """Match steps of other ranks to rows of rank 0 for a goodput query; mark the matches."""
         keys = _keys(rows["attempt"].values.astype(np.int64), rows["step"].values.astype(np.int64))
-        if np.array_equal(keys, self._keys):  # as usual: several times faster than the search
-            return slice(None), slice(None)
         if not len(self._sorted):
             return np.zeros(0, np.int64), np.zeros(len(keys), np.bool_)
         at = np.minimum(np.searchsorted(self._sorted, keys), len(self._sorted) - 1)
@@ -235,12 +232,12 @@ class _RankMeans:
         at, has_row = self._rows_of(rows)
         columns = _float_columns(rows, (*_PARTS, *_WAITS), has_row)
         for name in _PARTS:
-            _accumulate(np.add, self._sums[name], at, np.nan_to_num(columns[name]))
-        _accumulate(np.add, self._num, at, 1.0)
+            np.add.at(self._sums[name], at, np.nan_to_num(columns[name]))
+        np.add.at(self._num, at, 1.0)
         wait = _wait_seconds(columns)
-        _accumulate(np.add, self._wait, at, np.nan_to_num(wait))
-        _accumulate(np.add, self._num_waits, at, np.isfinite(wait))
-        _accumulate(np.fmin, self._least, at, wait)
+        np.add.at(self._wait, at, np.nan_to_num(wait))
+        np.add.at(self._num_waits, at, np.isfinite(wait))
+        np.fmin.at(self._least, at, wait)
 
     def add_rolled_up(self, numbers: NumberStoreReader, run_id: str) -> None:
         """Add statistics of ranks whose rows were rolled up to the means of a goodput query."""
@@ -271,14 +268,6 @@ class _RankMeans:
         with np.errstate(invalid="ignore"):
             wait = self._wait / np.where(self._num_waits > 0, self._num_waits, np.nan)
         return {**parts, "wait": wait, "least_wait": self._least}
-
-
-def _accumulate(ufunc: np.ufunc, sums: Floats, at: _Which, values: Any) -> None:
-    """Combine values with the rows of a goodput query's sums; a row may occur several times."""
-    if isinstance(at, slice):
-        sums[at] = ufunc(sums[at], values)
-    else:
-        ufunc.at(sums, at, values)
 
 
 def _wait_seconds(columns: Mapping[str, Floats]) -> Floats:
