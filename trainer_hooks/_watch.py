@@ -410,6 +410,7 @@ def _build_training_state(arguments: WatchArguments, device: DeviceParts) -> Tra
             device.schedulers,
             scaler=device.scaler,
             extra=device.extra,
+            is_stage=arguments.pipeline is not None,
         )
     except Exception:  # noqa: BLE001 - features that need it create it again and raise
         return None

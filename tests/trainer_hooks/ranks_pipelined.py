@@ -13,9 +13,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import trainer_hooks
 from tests.support.inside import device_of, events_of, records_of
-from tests.trainer_hooks.pipelined import BAD, STEPS, Pipelined
+from tests.trainer_hooks.pipelined import BAD, STEPS, Pipelined, local
 from tests.trainer_hooks.thawing import alike
-from trainvitals.detect.replicas import EVERY
 from trainvitals.errors import UsageError
 from trainvitals.records import FindingRaised
 
@@ -109,20 +108,26 @@ def clips():
     return max((found[k].double() - expected[k].double()).abs().max().item() for k in found)
 
 
-def heals(folder, schedule):
+def heals(folder, schedule, wrapper="", **sizes):
     """A weight of the first stage turns NaN; then the run is started again from its checkpoint."""
-    expected = Pipelined(schedule=schedule).run_bare(without=())
+    names = tuple(sizes)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=names) if sizes else None
+    settings = {"schedule": schedule, "mesh": mesh, "wrapper": wrapper}
+    expected = Pipelined(**settings).run_bare(without=())
     where = trainer_hooks.CheckpointSettings(
-        directory=Path(folder) / schedule, healthy_after=2, snapshot_every=2, save_every=4
+        directory=Path(folder) / f"{schedule}{wrapper}",
+        healthy_after=2,
+        snapshot_every=2,
+        save_every=4,
     )
-    training, back, done = Pipelined(schedule=schedule), [], []
+    training, back, done = Pipelined(**settings), [], []
     with watch(training, mode="heal", checkpoints=where) as monitor:
         findings = events_of(monitor)
         while monitor.step_index < STEPS:
             step = monitor.step_index
-            if step == 8 and training.rank == 0 and not done:
+            if step == 8 and dist.get_rank() == 0 and not done:
                 done.append(step)
-                training.stages[0].layers[0].weight.data[0, 0] = NAN
+                local(training.stages[0].layers[0].weight.data).view(-1)[0] = NAN
             outcome = monitor.step(training.backward(step))
             back += [] if outcome.rolled_back_to is None else [outcome.rolled_back_to]
     found = {
@@ -132,9 +137,9 @@ def heals(folder, schedule):
         "faults": monitor.swallowed_errors,
     }
     os.environ["VITALS_RUN_ID"] = monitor.run_id
-    again = Pipelined(schedule=schedule)
+    again = Pipelined(**settings)
     for param in again.module.parameters():
-        nn.init.ones_(param)
+        local(param.data).fill_(1.0)
     with watch(again, mode="heal", checkpoints=where) as monitor:
         found["resumed"] = monitor.step_index
         while monitor.step_index < STEPS:
@@ -214,20 +219,6 @@ def in_mesh(schedule, wrapper, **sizes):
     }
 
 
-def flips_bit():
-    """A bit of a weight flips on rank 2, whose stage rank 0 holds too."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    training = Pipelined(schedule="1f1b", mesh=mesh, wrapper="ddp")
-    with watch(training) as monitor:
-        findings = events_of(monitor)
-        for step in range(2 * EVERY):
-            if step == 20 and dist.get_rank() == 2:
-                training.stages[0].layers[0].weight.data.view(torch.int32)[0, 0] ^= 1 << 22
-            monitor.step(training.backward(step))
-    raised = [e.finding for e in findings if isinstance(e, FindingRaised)]
-    return [f.reason for f in raised if f.kind == "replica_corrupted"]
-
-
 def cases(rank, folder, *, world_size):
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size
@@ -255,13 +246,14 @@ def cases(rank, folder, *, world_size):
         found["attached"] = attaches()
         found["refusals"] = refusals()
     else:
+        found["heals"]["fsdp2"] = heals(folder, "1f1b", "fsdp2", dp=2, pp=2)
+        found["heals"]["tp"] = heals(folder, "1f1b", "tp", pp=2, tp=2)
         found["meshes"] = {
             "ddp": in_mesh("1f1b", "ddp", dp=2, pp=2),
             "fsdp2": in_mesh("1f1b", "fsdp2", dp=2, pp=2),
             "fsdp2, interleaved": in_mesh("interleaved", "fsdp2", dp=2, pp=2),
             "tp": in_mesh("1f1b", "tp", pp=2, tp=2),
         }
-        found["flipped bit"] = flips_bit()
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -67,8 +67,11 @@ class TrainingState:
         *,
         scaler: torch.amp.GradScaler | None = None,
         extra: Mapping[str, HasStateDict] | None = None,
+        is_stage: bool = False,
     ) -> None:
+        """``is_stage``: other ranks hold other parameters, which may have the same names."""
         self._wrapped = model
+        self._is_stage = is_stage
         self._model, self._is_ddp = unwrap(model)
         # A wrapper may expose the state of its inner optimizer as its own.
         inner = [
@@ -107,8 +110,11 @@ class TrainingState:
     def shard_positions(self, *, rank: int, world_size: int) -> dict[str, LocalShard]:
         """Return the positions of this rank's parameters in the complete ones, by their names.
 
-        Includes registered modules. A missing parameter has no position: only this rank has it.
+        Includes registered modules. A missing parameter has no position: only this rank has it, as
+        all of a pipeline's stage.
         """
+        if self._is_stage:
+            return {}
         local_shard = partial(local_shards, rank=rank, world_size=world_size)
         alike = self._alike_on_all_ranks(world_size)
         places = local_shard(self._model, "model.", self._params, alike=alike)
@@ -156,14 +162,12 @@ class TrainingState:
     def holders(self, world_size: int) -> dict[str, tuple[int, ...]]:
         """Return the ranks that must hold the same as this one, by the names of parameters.
 
-        All ranks if DDP keeps it equal, or those of DDP's process group; those along the replicated
-        sides of a mesh for a DTensor and along FSDP1's replicas. A missing parameter belongs to
-        this rank, or is unknown.
+        All ranks if DDP keeps it equal, those along the replicated sides of a mesh for a DTensor
+        and along FSDP1's replicas. A missing parameter belongs to this rank, or is unknown.
         """
         everyone = tuple(range(world_size))
         apart, flat = self._trains_apart(), _flat_holders(self._wrapped)
         alike = frozenset() if apart else self._alike_on_all_ranks(world_size)
-        in_groups = self._ddp_group_by_name() if self._is_ddp and not apart else None
         holders: dict[str, tuple[int, ...]] = {}
         for name, param in self._params.items():
             if id(param) in flat:
@@ -172,8 +176,6 @@ class TrainingState:
                 holders[f"model.{name}"] = _dtensor_replica_ranks(param)
             elif name in alike:
                 holders[f"model.{name}"] = everyone
-            elif in_groups is not None and name in in_groups:
-                holders[f"model.{name}"] = in_groups[name]
         return {key: ranks for key, ranks in holders.items() if len(ranks) > 1}
 
     def _trains_apart(self) -> bool:
@@ -221,9 +223,19 @@ class TrainingState:
         plain = frozenset(n for n, p in self._params.items() if not hasattr(p, "to_local"))
         if world_size == 1:
             return plain
-        groups = self._ddp_group_by_name()
-        if groups is not None:
-            synced = {name for name, group in groups.items() if len(group) == world_size}
+        wrappers = [
+            (clean_name(name), module)
+            for name, module in self._wrapped.named_modules()
+            if isinstance(module, DistributedDataParallel)
+        ]
+        if wrappers:
+            synced = {
+                clean_name(f"{prefix}.{name}")
+                for prefix, ddp in wrappers
+                if ddp.process_group.size() == world_size
+                for name, _ in ddp.module.named_parameters()
+                if name not in ddp.parameters_to_ignore
+            }
             return plain & synced if self._is_ddp else frozenset()
         parallel = len(plain) < len(self._params)
         fsdp = any(
@@ -234,22 +246,6 @@ class TrainingState:
         # With only tensor parallelism, ranks compute the same wherever they hold the same.
         # Parameters that FSDP was told to leave out belong to each rank.
         return plain if parallel and not fsdp else frozenset()
-
-    def _ddp_group_by_name(self) -> dict[str, tuple[int, ...]] | None:
-        """Return the ranks of DDP's process group by parameter; None without DDP."""
-        wrappers = [
-            (clean_name(name), module)
-            for name, module in self._wrapped.named_modules()
-            if isinstance(module, DistributedDataParallel)
-        ]
-        if not wrappers:
-            return None
-        return {
-            clean_name(f"{prefix}.{name}"): tuple(dist.get_process_group_ranks(ddp.process_group))
-            for prefix, ddp in wrappers
-            for name, _ in ddp.module.named_parameters()
-            if name not in ddp.parameters_to_ignore
-        }
 
     # ------------------------------------------------------------------------------- reading
 
