@@ -267,7 +267,7 @@ class Attached(MonitorBase):
         clips_to = None if clips_to == math.inf else clips_to
         prepared = parts.prepare(self._step, None, None, norm=norm, first=first, max_norm=clips_to)
         self._measured = [_weak_gradient_refs(o) for o in device.optimizers] if first else []
-        verdict = parts.exchange()
+        verdict = parts.exchange(self._max_norm)
         if self._num_batches:
             self._probe.fed(self._step, self._num_batches, attempt=self.attempt)
             self._num_batches = 0

@@ -267,7 +267,7 @@ class Monitor(MonitorBase):
             turn = parts.turn = device.turns[turn.number]
         if outcome is None:
             prepared = parts.prepare(attempted, loss, weight, first=first, max_norm=max_norm)
-            verdict = parts.exchange()
+            verdict = parts.exchange(max_norm)
         else:
             prepared, verdict = outcome
         position, samples = self._feed.record_step(attempted, run.attempt)

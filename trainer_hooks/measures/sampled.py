@@ -255,18 +255,19 @@ class SignalSampler:
 
     def fill(self, step: int, out: Tensor, loss_scale: Tensor | None) -> None:
         """Write the measurements of a step to this part of the reduce vector, which is zero."""
+        # fill_ instead of "= 1.0", which on a GPU waits: torch copies the number from the host.
         if self._updates is not None and self.settings.due(step):
             n = self._num_params
             out[_HEAD : _HEAD + n] = self._updates.weight_squares()
-            out[0] = 1.0
+            out[0].fill_(1.0)
             if (moved := self._updates.update_squares()) is not None:
                 out[_HEAD + n : _HEAD + 2 * n] = moved
-                out[1] = 1.0
+                out[1].fill_(1.0)
         if self._own_gradients is not None:
             self._own_square = torch.full_like(self._own_square, -1.0)
             if (square := self._own_gradients.square(loss_scale)) is not None:
                 out[4] = square
-                out[2] = 1.0
+                out[2].fill_(1.0)
                 self._own_square = square.reshape(1).clone()
             if (checked := self._own_gradients.checked()) is not None:
                 put_in, came_out = checked
@@ -275,7 +276,7 @@ class SignalSampler:
                 self._came_out = came_out.reshape(1)
         if self._writes is not None and (changes := self._writes.changes()) is not None:
             out[self._end_of_squares : self._end_of_writes] = torch.cat(changes)
-            out[3] = 1.0
+            out[3].fill_(1.0)
         if self._activations is not None:
             out[self._end_of_writes : self._end_of_activations] = self._activations.nonfinite()
 

@@ -23,9 +23,9 @@ from trainer_hooks.exchange.reduce_vector import (
     Verdict,
     auto_clip_divisor,
     clip_divisor,
-    judge_on_device,
     judge_on_host,
 )
+from trainer_hooks.exchange.verdict_graph import VerdictGraphs
 from trainer_hooks.guard.optimizers import OptimizerGuard, overflow_flag
 from trainer_hooks.guard.schedules import is_scheduled
 from trainer_hooks.measures.host import (
@@ -110,6 +110,8 @@ class StepPhases:
         """Whether the host judges by plain numbers: on a device it would wait for them."""
         self._numbers: list[float] = []
         """The vector of this step, if the host judges."""
+        self._divisor: Tensor | None = None
+        """That of this step's clip, if the device judged and the optimizers take one."""
         self.turn = device.turns[0]
         """Optimizers that the current step moves."""
         self._no_scale = torch.full((1,), math.nan, dtype=torch.float64, device=device.norms.device)
@@ -120,6 +122,7 @@ class StepPhases:
         optimizers = self._device.optimizers
         self._settings, self._group_sizes = GroupSettings(optimizers), group_sizes(optimizers)
         self._num_groups = len(self._group_sizes)
+        self._graphs = VerdictGraphs(self._device.packer, self._run.faults)
 
     @property
     def has_new_groups(self) -> bool:
@@ -346,7 +349,7 @@ class StepPhases:
 
     # ----------------------------------------------------------------------- from the exchange on
 
-    def exchange(self) -> Verdict:
+    def exchange(self, max_norm: MaxNorm | None = None) -> Verdict:
         """Sum the vector over the ranks, the only collective of a step, and judge it."""
         packer, ranks = self._device.packer, self._run.ranks
         if ranks.world_size > 1:
@@ -357,17 +360,21 @@ class StepPhases:
             self._exchange = took if self._run.given.pipeline is None else None
         if not self._run.given.owns_clip:
             packer.undo_clip()
-        verdict = self._judge()
+        verdict = self._judge(max_norm)
         self._rows[self.turn.number] = verdict.row
         return verdict
 
-    def _judge(self) -> Verdict:
+    def _judge(self, max_norm: MaxNorm | None) -> Verdict:
         """Return the verdict on the reduce vector, computed on device or host."""
         packer, row = self._device.packer, self._rows.get(self.turn.number)
         if not self._judges_on_host:
             row = self._no_row if row is None else row
             assert isinstance(row, Tensor), "all earlier steps were judged on the device"
-            return judge_on_device(packer.layout, packer.pack, row)
+            # Optimizers that need the verdict on the host take no divisor.
+            takes_divisor = packer.pack.is_cuda and not self._device.engine.reads_verdict
+            limit = max_norm if takes_divisor else None
+            verdict, self._divisor = self._graphs.judge(row, self.turn.number, limit)
+            return verdict
         self._numbers = packer.pack.tolist()
         if not self._run.given.owns_clip:  # the squares have changed since
             packer.measure_norm()
@@ -472,6 +479,8 @@ class StepPhases:
                     norm = torch.where(measured, norm, own.to(norm))
                 else:  # there is only one rank
                     norm = own.item()
+        if self._divisor is not None and norm is verdict.grad_norm:
+            return self._divisor
         # Most steps do not clip: a norm that the host knows saves a pass over the gradients.
         known: float | None = None
         if not isinstance(norm, Tensor):

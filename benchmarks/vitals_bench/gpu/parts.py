@@ -9,11 +9,11 @@ Facts = dict[str, Any]
 """Figures of a part by name. They are stored even if the part fails."""
 
 GROUP_SECONDS: Mapping[str, int] = {
-    "check": 150,
+    "check": 120,
     "tests": 40,
-    "speed": 120,
-    "agent": 100,
-    "suite": 150,
+    "speed": 190,
+    "agent": 70,
+    "suite": 140,
 }
 """Limit of each group on a machine with a GPU, in the order in which they run."""
 

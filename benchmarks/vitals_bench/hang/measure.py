@@ -56,7 +56,7 @@ class Fault:
     config: HangConfig = field(default_factory=HangConfig)
     trials: int = TRIALS
     device: str = "cpu"
-    """Where the ranks train; they share a GPU."""
+    """Where the ranks train: each on its own GPU, with NCCL."""
 
     @property
     def watched_seconds(self) -> float:

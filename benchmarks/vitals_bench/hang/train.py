@@ -117,7 +117,9 @@ class Faults:
 def main() -> None:
     """Train until the benchmark ends it."""
     folder, seconds, device = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
-    dist.init_process_group("gloo")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     rank = dist.get_rank()
     faults = Faults(folder, rank)
 
