@@ -115,8 +115,3 @@ def patience_of(monitor):
 def is_paused(monitor):
     """Return whether an operator's pause holds the step."""
     return feature_named(monitor, "CommandsFeature").is_paused
-
-
-def verdict_graphs_of(monitor):
-    """Return what judges a monitor's steps on the device."""
-    return monitor._parts._graphs

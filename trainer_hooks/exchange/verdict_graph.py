@@ -30,7 +30,7 @@ _MAX_GRAPHS = 8
 """Graphs of one run, each of an optimizer's turn and a ``max_norm``."""
 
 
-class Judged(NamedTuple):
+class ClippedVerdict(NamedTuple):
     """A step's verdict, and the divisor that clips its gradients."""
 
     verdict: Verdict
@@ -38,16 +38,16 @@ class Judged(NamedTuple):
     """None without a clip."""
 
 
-def judge_and_clip(packer: ReduceVector, row: Tensor, max_norm: MaxNorm | None) -> Judged:
+def judge_and_clip(packer: ReduceVector, row: Tensor, max_norm: MaxNorm | None) -> ClippedVerdict:
     """Return the verdict on the reduced vector and the divisor of the clip; never waits."""
     verdict = judge_on_device(packer.layout, packer.pack, row)
     norm = verdict.grad_norm
     assert isinstance(norm, Tensor), "judged on the device"
     if max_norm is None:
-        return Judged(verdict, None)
+        return ClippedVerdict(verdict, None)
     if max_norm == "auto":
-        return Judged(verdict, auto_clip_divisor(norm, packer.auto_max_norm))
-    return Judged(verdict, clip_divisor(norm, max_norm))
+        return ClippedVerdict(verdict, auto_clip_divisor(norm, packer.auto_max_norm))
+    return ClippedVerdict(verdict, clip_divisor(norm, max_norm))
 
 
 class _Graph(NamedTuple):
@@ -56,9 +56,9 @@ class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     row: Tensor
     """Input of the verdict, and at its end the row of the next one."""
-    judged: Judged
+    judged: ClippedVerdict
 
-    def replay(self, row: Tensor) -> Judged:
+    def replay(self, row: Tensor) -> ClippedVerdict:
         """Judge the vector."""
         if row is not self.row:
             self.row.copy_(row)
@@ -82,7 +82,7 @@ class VerdictGraphs:
         """Number of graphs that judge steps."""
         return len(self._graphs)
 
-    def judge(self, row: Tensor, turn: int, max_norm: MaxNorm | None) -> Judged:
+    def judge(self, row: Tensor, turn: int, max_norm: MaxNorm | None) -> ClippedVerdict:
         """Return the verdict on the vector and the divisor of the clip; never waits.
 
         Args:

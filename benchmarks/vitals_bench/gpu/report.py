@@ -93,10 +93,13 @@ def describe_status(results: Sequence[Result]) -> str:
         return "not yet run on GPUs.** Everything here"
     latest = results[0]
     passed, total = count_claims(latest)
+    parts = [p for p in latest["parts"].values() if p["group"] in CLAIMED_GROUPS]
+    num_failed = sum(part["status"] in ("failed", "error", "timeout") for part in parts)
     gpus = describe_gpus(latest).replace("NVIDIA ", "")
     return (
         f"[GPU check](docs/RUN_ON_CUDA.md#results) {latest['date']}, {gpus}, "
-        f"torch {latest['machine']['torch']}: {passed} of {total} passed.** The rest"
+        f"torch {latest['machine']['torch']}: {passed} of {total} parts passed, "
+        f"{num_failed or 'none'} failed.** The rest"
     )
 
 

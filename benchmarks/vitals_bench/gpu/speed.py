@@ -43,7 +43,7 @@ SIZES = {
     "1B": Size("1B parameters", 4096, 60) if HAS_CUDA else Size("34K parameters", 64, 8),
 }
 TEN_TENSORS = Size("ten tensors", 64, 5)
-STATE_SIZE = Size("a state of 6 GB", 4096, 30) if HAS_CUDA else Size("a small state", 64, 4)
+STATE_SIZE = Size("a state of 2 GB", 4096, 10) if HAS_CUDA else Size("a small state", 64, 4)
 STEPS, ROUNDS = (30, 5) if HAS_CUDA else (2, 2)
 
 
