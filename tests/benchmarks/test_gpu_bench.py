@@ -137,7 +137,7 @@ class TestDocumentation:
         text = report.fill_readme(README, [make_result("passed", "passed", "failed")])
         status = " ".join(text.replace("\n> ", "\n").split())
         gpu = "2026-12-01, H100 80GB HBM3, torch 2.11.0+cu130"
-        assert f"{gpu}: 2 of 3 parts passed, 1 failed.**" in status
+        assert f"{gpu}: 2 of 3 passed, 1 failed.**" in status
         assert "not yet run" not in status
         assert len(text.split()) <= 900
         assert text == report.fill_readme(text, [make_result("passed", "passed", "failed")])

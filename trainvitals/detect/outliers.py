@@ -405,15 +405,15 @@ class OutlierRule(Detector):
         loss = self._loss.limit() if self._judges_loss else None
         return Limits(loss, self._grad_norm.limit())
 
-    def loss_statistics(self) -> tuple[float, float, float]:
-        """Return the loss's median, its robust deviation, and the size of the run's first losses.
+    def loss_statistics(self) -> tuple[float, float, float, float]:
+        """Return the loss's median, robust deviation, first size in the run, and smallest value.
 
         All 0 before there is one.
         """
-        window = self._loss.window
+        window, first = self._loss.window, abs(self._loss.first_value())
         if not len(window):
-            return 0.0, 0.0, abs(self._loss.first_value())
-        return window.median(), SIGMA_PER_MAD * window.mad(), abs(self._loss.first_value())
+            return 0.0, 0.0, first, 0.0
+        return window.median(), SIGMA_PER_MAD * window.mad(), first, window.smallest
 
     def rebaseline(self, steps: int = 0) -> None:
         """Discard the reference for outliers, and have no limit for the next ``steps`` steps."""

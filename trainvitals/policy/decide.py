@@ -419,7 +419,8 @@ def _report_lr_jump(
         return result
     if record.step <= state.announced_until:
         return result
-    jump = LrJump(record.step, last, rate, *context.loss_trend())
+    trend = context.loss_trend()
+    jump = LrJump(record.step, last, rate, trend.level, trend.noise, trend.first)
     reason = f"the learning rate rose from {last:.4g} to {rate:.4g} in one step"
     limit = config.lr_jump * last
     finding = make_finding(

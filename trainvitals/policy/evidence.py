@@ -86,6 +86,8 @@ class LossTrend(NamedTuple):
     level: float
     noise: float
     first: float
+    lowest: float = 0.0
+    """The smallest of the losses that the level is the median of."""
 
 
 class DecisionContext(NamedTuple):
@@ -177,10 +179,15 @@ def run_probe(
     config, probe, clips = context.config, context.inputs.probe, context.record.clips
     if probe is None:
         return None
-    first = context.loss_trend().first
+    trend = context.loss_trend()
+    first = trend.first
     floor = config.state_floor * first
     reading = probe(Ask(trigger=trigger, step=context.record.step, onset_step=onset, floor=floor))
     ratio = reading.ratio(floor)
+    detail = reading.detail
+    if ratio is not None and math.isfinite(ratio) and trend.lowest < 0.0:
+        # A loss that crosses zero, such as that of a Wasserstein GAN, may grow many times over.
+        ratio, detail = None, "losses below zero have no ratio"
     verdict: Literal["state", "worse", "sound", "abstained"] = "abstained"
     if ratio is not None:
         gain = first - reading.then
@@ -202,7 +209,7 @@ def run_probe(
         then=reading.then if math.isfinite(reading.then) else None,
         now=reading.now if reading is not NO_READING else None,
         verdict=verdict,
-        detail=reading.detail,
+        detail=detail,
     )
 
 

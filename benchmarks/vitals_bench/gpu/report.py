@@ -98,7 +98,7 @@ def describe_status(results: Sequence[Result]) -> str:
     gpus = describe_gpus(latest).replace("NVIDIA ", "")
     return (
         f"[GPU check](docs/RUN_ON_CUDA.md#results) {latest['date']}, {gpus}, "
-        f"torch {latest['machine']['torch']}: {passed} of {total} parts passed, "
+        f"torch {latest['machine']['torch']}: {passed} of {total} passed, "
         f"{num_failed or 'none'} failed.** The rest"
     )
 
