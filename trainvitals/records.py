@@ -278,6 +278,10 @@ OnHang = Literal["alert", "restart"]
 """``restart`` also ends a job that hangs, so that its launcher starts it again."""
 
 
+PipelineState = Literal["", "works", "waits"]
+"""In a pipeline: whether a rank that stands still waits for other ranks; empty without one."""
+
+
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """State of a rank's training thread, written by its side thread about twice a second.
 
@@ -301,6 +305,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """``file:line (function)`` of the training thread, in the user's own code."""
     is_debugged: bool = False
     """Whether it is stopped in a Python debugger."""
+    pipeline: PipelineState = ""
     stack_signal: int = 0
     """The signal that makes the process write all its stacks next to the journal; 0: none."""
     last_collectives: dict[str, dict[int, str]] = {}
@@ -327,6 +332,7 @@ class RankActivity(msgspec.Struct, frozen=True, kw_only=True):
     phase: Phase = "other"
     is_announced: bool = False
     is_debugged: bool = False
+    pipeline: PipelineState = ""
     where: str = ""
     sequences: dict[str, int] = {}
     last_collectives: dict[str, dict[int, str]] = {}

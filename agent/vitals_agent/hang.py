@@ -252,6 +252,7 @@ class HangWatch:
             phase=word.phase,
             is_announced=word.is_announced,
             is_debugged=word.is_debugged,
+            pipeline=word.pipeline,
             where=word.where,
             sequences=word.sequences,
             last_collectives=word.last_collectives,

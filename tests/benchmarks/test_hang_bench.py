@@ -20,6 +20,15 @@ def test_a_real_job_that_hangs_is_named():
     assert trial.shown < trial.paged
 
 
+def test_the_stage_that_the_others_wait_for_is_named():
+    """Of four stages: the last one has received fewer messages than the one that stands still."""
+    (fault,) = [fault for fault in FAULTS if fault.training == "pipeline"]
+    trial = run_trial(fault, ranks=4, watch_seconds=fault.watched_seconds)
+    assert trial.is_right, trial.texts
+    assert [fault.reason] == trial.reasons
+    assert any("stage 1 of the pipeline; ranks 0, 2, 3 wait" in text for text in trial.texts)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("title", [f.title for f in FAULTS if f.title != "sleeps in the loader"])
 def test_every_other_fault_of_the_bench_is_named(title: str):

@@ -15,7 +15,10 @@ from tests.support.examples import one_in
 from tests.support.forked import TRAINING
 from tests.support.inside import journal_directory
 from tests.support.watched import Loop, own_place
+from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.lifecycle import heartbeat
+from trainer_hooks.measures.host import StepClock
+from trainvitals.clock import SystemClock
 from trainvitals.errors import FormatError, UsageError
 from trainvitals.io.heartbeat import STACKS_FILE, read_heartbeat
 from trainvitals.records import Heartbeat
@@ -31,7 +34,11 @@ def _quick(monkeypatch):
 
 def wait_for(loop: Loop, is_so, seconds: float = 60.0) -> Heartbeat:
     """Return the first word of which it is so."""
-    directory = journal_directory(loop.monitor)
+    return wait_in(journal_directory(loop.monitor), is_so, seconds)
+
+
+def wait_in(directory: Path, is_so, seconds: float = 60.0) -> Heartbeat:
+    """Return the first word in a rank's folder of which it is so."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         try:
@@ -74,8 +81,18 @@ def test_the_wait_for_a_batch_is_told_as_data():
 def test_a_standstill_has_its_place_in_the_users_code():
     loop = Loop(mode="guard")
     word = wait_for(loop, lambda word: word.where)
-    assert "test_heartbeat.py" in word.where and "(wait_for)" in word.where
+    assert "test_heartbeat.py" in word.where and "(wait_in)" in word.where
     loop.monitor.close()
+
+
+def test_a_standstill_in_a_pipeline_has_its_stage_and_no_wait_for_other_ranks(tmp_path: Path):
+    place = "stage 1 of the pipeline"
+    thread = heartbeat.HeartbeatThread(
+        tmp_path, StepClock(SystemClock()), left_out=None, faults=FaultCounter(), place=place
+    )
+    word = wait_in(tmp_path, lambda word: word.where)
+    thread.close()
+    assert word.where.endswith(f", {place}") and "works" == word.pipeline
 
 
 def test_a_phase_that_is_none_is_refused():

@@ -278,3 +278,39 @@ def test_a_job_that_pages_is_ended_only_where_its_culprit_is_at_no_work(fields, 
     ranks = [waits, RankActivity(rank=1, **given)]
     verdict = judge_hang(ranks, usual().limits(HangConfig()), world_size=2)
     assert is_over == (verdict is not None and may_end(verdict, ranks))
+
+
+def a_stage(rank: int, pipeline: str, number: int = 10, **fields: Any) -> RankActivity:
+    where = f"train.py:{rank} (forward), stage {rank} of the pipeline"
+    return a_rank(rank, number, pipeline=pipeline, where=where, **fields)
+
+
+def test_the_stage_that_waits_for_no_other_is_named_whatever_the_counts_of_messages():
+    """Rank 3 has received less than the others, because stage 2 stands still."""
+    ranks = [a_stage(0, "waits", 30), a_stage(1, "waits", 28), a_stage(2, "works", 27)]
+    told = verdict(*ranks, a_stage(3, "waits", 20))
+    assert (2,) == told.culprits and "blocked" == told.reason and told.pages
+    assert told.text.startswith(
+        "Rank 2 is blocked in train.py:2 (forward), stage 2 of the pipeline; ranks 0, 1, 3 wait"
+    )
+    busy = replace(ranks[2], is_active=True)
+    told = verdict(ranks[0], ranks[1], busy, a_stage(3, "waits", 20))
+    assert "computing" == told.reason and not told.pages and 180.0 == told.limit
+
+
+@pytest.mark.parametrize("pipeline", ["waits", "works"])
+def test_stages_that_all_do_the_same_name_none(pipeline: str):
+    ranks = [a_stage(rank, pipeline, 10 - rank) for rank in range(3)]
+    assert verdict(*ranks) is None
+    still = verdict(*(replace(rank, still_seconds=181.0) for rank in ranks))
+    assert "all" == still.reason and still.pages
+
+
+def test_stages_that_called_different_collectives_are_no_disagreement():
+    """Their numbers count messages too, so equal numbers are other calls."""
+    calls = ("all_reduce(8)", "broadcast(8)")
+    ranks = [
+        a_stage(rank, "waits", last_collectives={"0": {10: call}})
+        for rank, call in enumerate(calls)
+    ]
+    assert verdict(*ranks) is None

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from trainer_hooks.failopen import FaultCounter
 from trainvitals.io.heartbeat import COLLECTIVES_FILE, STACKS_FILE, HeartbeatWriter
 from trainvitals.io.private import open_private, replace_file
-from trainvitals.records import Heartbeat, OnHang
+from trainvitals.records import Heartbeat, OnHang, PipelineState
 
 if TYPE_CHECKING:
     from trainer_hooks.measures.host import StepClock
@@ -64,12 +64,15 @@ class HeartbeatThread:
         *,
         left_out: dist.ProcessGroup | None,
         faults: FaultCounter,
+        place: str = "",
         on_hang: OnHang = "alert",
     ) -> None:
+        """``place``: the rank's stages in a pipeline, which follow its code position."""
         self._directory = directory
         self._clock = clock
         self._left_out = left_out
         self._faults = faults
+        self._place = place
         self._on_hang = on_hang
         self._pid = os.getpid()
         self._writer = HeartbeatWriter(directory)
@@ -116,8 +119,12 @@ class HeartbeatThread:
             self._recorder.forget()
         still = now - self._moved_at
         where, is_debugged = "", False
+        pipeline: PipelineState = "works" if self._place else ""
         if still >= PLACE_AFTER_SECONDS:
             where, is_debugged = self._code_position()
+            if self._place:
+                where = f"{where[: _MAX_TEXT - len(self._place) - 2]}, {self._place}"
+                pipeline = "waits" if self._waits_for_ranks() else "works"
         if still >= RECORDER_AFTER_SECONDS and sequences:
             self._recorder.dump_collectives(self._directory, sequences)
         self._beat += 1
@@ -132,6 +139,7 @@ class HeartbeatThread:
             sequences=sequences,
             where=where,
             is_debugged=is_debugged,
+            pipeline=pipeline,
             stack_signal=_StackSignal.number(),
             last_collectives=self._recorder.newest,
             started=self._recorder.started,
@@ -169,6 +177,11 @@ class HeartbeatThread:
             frame = frame.f_back
         return user_frame or innermost, is_debugged
 
+    def _waits_for_ranks(self) -> bool:
+        """Return whether the training thread is in a call of torch.distributed."""
+        frame: FrameType | None = sys._current_frames().get(self._ident)
+        return frame is not None and frame.f_code.co_filename.startswith(_DISTRIBUTED)
+
 
 def _library_prefixes() -> tuple[str, ...]:
     """Return path prefixes that a heartbeat skips as not the user's: Python, packages, Vitals."""
@@ -180,6 +193,7 @@ def _library_prefixes() -> tuple[str, ...]:
 
 
 _FOREIGN = _library_prefixes()
+_DISTRIBUTED = str(Path(torch.__file__).parent / "distributed") + os.sep
 
 
 def _is_of_debugger(file: str) -> bool:

@@ -69,6 +69,7 @@ class MonitorBase:
                 clock,
                 left_out=run.ranks.side,
                 faults=run.faults,
+                place=self._device.norms.place,
                 # In observe mode, nothing may end the job.
                 on_hang="alert" if run.mode == "observe" else run.given.on_hang,
             )

@@ -395,6 +395,8 @@ class GradNorms:
 
     has_loss = True
     """Whether this rank computes the loss."""
+    place = ""
+    """Stages of this rank in a pipeline; empty without one."""
 
     def __init__(
         self, params: dict[str, Tensor], ranks: Ranks, pieces: Mapping[int, Piece] | None = None

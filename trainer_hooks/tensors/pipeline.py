@@ -118,6 +118,7 @@ class StageNorms(GradNorms):
         self.has_loss = stages.num_stages - 1 in stages.modules
         self.stages = tuple(rank.numbers for rank in everyone)
         """Stages of each rank."""
+        self.place = f"{name_stages(own.numbers)} of the pipeline"
         names_by_stage = _union(everyone)
         sizes = [len(names) for names in names_by_stage]
         first = [sum(sizes[:stage]) for stage in range(len(sizes))]

@@ -232,7 +232,7 @@ class _HangJudge:
     def judge_call_order(self) -> HangVerdict | None:
         """Detect a hang by ranks that called another collective than the others."""
         seconds = min(rank.still_seconds for rank in self._living)
-        if seconds < self._limits.show["exchange"]:
+        if seconds < self._limits.show["exchange"] or any(r.pipeline for r in self._living):
             return None
         groups = sorted({group for rank in self._living for group in rank.last_collectives})
         for group in groups:
@@ -261,6 +261,8 @@ class _HangJudge:
     def judge_progress(self) -> HangVerdict | None:
         """Detect a hang by ranks that are behind in a collective or step, and wait for no rank."""
         seen = [rank for rank in self._ranks if rank.process != "gone"]
+        if all(rank.pipeline for rank in seen):
+            return self._judge_pipeline(seen)
         waits = {
             rank.rank: {ahead.rank for ahead in seen if _is_behind(rank, ahead)} for rank in seen
         }
@@ -274,6 +276,20 @@ class _HangJudge:
         waiting = set().union(*(waits[rank.rank] for rank in culprits))
         others = [rank for rank in self._living if rank.rank in waiting]
         if not others:
+            return None
+        seconds = min(rank.still_seconds for rank in (*culprits, *others))
+        if seconds < self._limits.show[culprits[0].phase]:
+            return None
+        return self._culprit_verdict(culprits, others, _hang_reason(culprits, others), seconds)
+
+    def _judge_pipeline(self, seen: Sequence[RankActivity]) -> HangVerdict | None:
+        """Detect the ranks of a pipeline that do not wait for others, while the rest does.
+
+        Stages send and receive different numbers of messages, so their counts do not compare.
+        """
+        others = [rank for rank in self._living if rank.pipeline == "waits"]
+        culprits = [rank for rank in seen if rank.pipeline != "waits"]
+        if not others or not culprits:
             return None
         seconds = min(rank.still_seconds for rank in (*culprits, *others))
         if seconds < self._limits.show[culprits[0].phase]:
@@ -318,7 +334,10 @@ class _HangJudge:
             "collective which others have begun: an earlier kernel does not end",
             "computing": f"{'computes' if len(culprits) == 1 else 'compute'}{in_place}",
         }[reason]
-        calls = {call for rank in others if (call := _current_collective(rank))}
+        # The ranks of a pipeline mostly wait for messages, which the recorder does not number.
+        calls = {
+            call for rank in others if not rank.pipeline and (call := _current_collective(rank))
+        }
         waiting = name_ranks([rank.rank for rank in others])
         wait = "waits" if len(others) == 1 else "wait"
         text = f"{names[0].upper()}{names[1:]} {reasons}; {waiting} {wait} for it"
@@ -394,7 +413,8 @@ def _hang_reason(ranks: Sequence[RankActivity], others: Iterable[RankActivity]) 
         return "debugged"
     if any(rank.is_mute for rank in ranks):
         return "interpreter"
-    if not any(_has_issued_less(rank, other) for rank in ranks for other in others):
+    is_behind = any(_has_issued_less(rank, other) for rank in ranks for other in others)
+    if not is_behind and not any(rank.pipeline for rank in ranks):
         return "device"
     is_busy = any(rank.is_active and rank.process != "disk" for rank in ranks)
     return "computing" if is_busy else "blocked"

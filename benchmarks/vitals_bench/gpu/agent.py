@@ -179,7 +179,7 @@ def spinning_kernel_is_named(facts: Facts) -> None:
         place="collective",
         seconds=HANG_SECONDS + 10.0,
         config=HangConfig(computing_seconds=10.0),
-        device="cuda",
+        training="nccl",
     )
     trial = run_trial(fault, ranks=2, watch_seconds=HANG_SECONDS)
     facts |= {

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from trainvitals.detect.hang import HangConfig
 from trainvitals.errors import VitalsError
@@ -55,8 +56,8 @@ class Fault:
     is_of_launch: bool = False
     config: HangConfig = field(default_factory=HangConfig)
     trials: int = TRIALS
-    device: str = "cpu"
-    """Where the ranks train: each on its own GPU, with NCCL."""
+    training: Literal["ddp", "nccl", "pipeline"] = "ddp"
+    """DDP with gloo, DDP with NCCL on a GPU per rank, or a pipeline with a stage per rank."""
 
     @property
     def watched_seconds(self) -> float:
@@ -90,6 +91,13 @@ FAULTS = (
     ),
     Fault(title="wrong order of collectives", name="wrong", place="collective"),
     Fault(title="process killed", name="die", place="between", reason="gone"),
+    Fault(
+        title="sleeps in the stage of a pipeline",
+        name="block",
+        place="forward",
+        reason="blocked",
+        training="pipeline",
+    ),
 )
 HEALTHY = (
     Fault(
@@ -183,7 +191,7 @@ class Job:
         command += [f"--nproc-per-node={ranks}", "-m", "vitals_bench.hang.train"]
         self._log = (folder / "log").open("wb")
         self.process = subprocess.Popen(
-            [*command, str(folder), str(fault.seconds), fault.device],
+            [*command, str(folder), str(fault.seconds), fault.training],
             env=environ,
             stdout=self._log,
             stderr=subprocess.STDOUT,

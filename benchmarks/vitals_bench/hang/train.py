@@ -20,8 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer_hooks import watch
-
-STEP_SECONDS = 0.05
+from vitals_bench.hang.stages import STEP_SECONDS, train_stages
 
 
 class Faults:
@@ -116,7 +115,8 @@ class Faults:
 
 def main() -> None:
     """Train until the benchmark ends it."""
-    folder, seconds, device = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+    folder, seconds, training = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+    device = "cuda" if training == "nccl" else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
@@ -126,6 +126,9 @@ def main() -> None:
     def at(place: str) -> None:
         if name := faults.take(place):
             faults.do(name, seconds)
+
+    if training == "pipeline":
+        train_stages(at)
 
     def in_backward(_grad: torch.Tensor) -> None:
         at("backward")
