@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from vitals_bench.guard.averages import measure_averages
 from vitals_bench.guard.loop import measure_loop
 from vitals_bench.guard.norms import measure_norms
+from vitals_bench.guard.pipelined import measure_pipelined
 from vitals_bench.guard.reads import measure_reads
 from vitals_bench.guard.rules import measure_rules
 from vitals_bench.guard.saying import measure_saying
@@ -19,6 +20,7 @@ Part = Callable[..., Iterator[Row]]
 PARTS: Mapping[str, Part] = {
     "norms": measure_norms,
     "sharded": measure_sharded,
+    "pipelined": measure_pipelined,
     "steps": measure_steps,
     "averages": measure_averages,
     "rules": measure_rules,

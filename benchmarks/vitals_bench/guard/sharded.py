@@ -6,19 +6,13 @@ Each is measured as what it adds to a fused step: ours leaves the clip to that s
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from datetime import timedelta
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
 
 from vitals_bench.guard.norms import Limits
+from vitals_bench.guard.two_ranks import run_on_this_rank, run_on_two_ranks
 from vitals_bench.measure import interleave, medians, spread
 from vitals_bench.rows import Row, ratio_at_most
 from vitals_bench.training import Gradients, gpt, size_of, tokens, watched
@@ -28,33 +22,12 @@ LIMITS: dict[str, Limits] = {
     # All arms clip the same gradients, and each call must find something left to clip.
     "a norm above the limit": lambda: (0.98**i for i in itertools.count()),
 }
-TRIES = 3
-"""torch 2.13's gloo aborts a rank at exit now and then on a busy machine, watched or not."""
 
 
 def measure_sharded(*, quick: bool) -> Iterator[Row]:
     """Start two real ranks and yield their rows."""
-    with TemporaryDirectory() as folder:
-        out = Path(folder) / "rows.json"
-        millions, rounds = (1, 6) if quick else (50, 30)
-        for _ in range(TRIES):
-            done = subprocess.run(
-                [
-                    *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                    *("--nproc-per-node", "2", "-m", "vitals_bench.guard.sharded"),
-                    *(str(millions), str(rounds), str(out)),
-                ],
-                env={**os.environ, "TMPDIR": folder},
-                capture_output=True,
-                text=True,
-                timeout=300,
-                check=False,
-            )
-            if out.exists():
-                break
-        else:
-            raise RuntimeError(f"the ranks left nothing:\n{done.stderr[-2000:]}")
-        by_kind = json.loads(out.read_text())
+    millions, rounds = (1, 6) if quick else (50, 30)
+    by_kind = run_on_two_ranks(__name__, millions=millions, rounds=rounds)
     for kind, measured in by_kind.items():
         base = measured["bare"]
         yield Row(
@@ -111,16 +84,5 @@ def measure_on_this_rank(millions: int, rounds: int) -> dict[str, dict[str, floa
     return measured
 
 
-def main() -> None:
-    """Measure on one of torchrun's ranks; rank 0 writes what it found."""
-    millions, rounds, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    measured = measure_on_this_rank(millions, rounds)
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(measured))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_on_this_rank(measure_on_this_rank)
