@@ -16,6 +16,7 @@ import typer
 from docs import api_page, benchmarks_page, json_schema, llms_pages
 from docs.draw_detectors import images, meanings
 from docs.draw_detectors import page as detectors_page
+from tests.integrations import optimizers
 from tests.integrations.table import render
 from trainvitals import errors
 from trainvitals.alerting import ALERTS, HEALTHY_AGAIN, NO_ACTION
@@ -261,16 +262,20 @@ def cli_page() -> str:
     return "\n".join(lines)
 
 
+def read_pins(name: str) -> dict[str, str]:
+    """Return the versions with which the integration tests run, by distribution."""
+    lines = (ROOT / "tests" / "integrations" / f"{name}.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if "==" in line)
+
+
+def optimizers_page() -> str:
+    """Return the optimizers of other packages that were trained with."""
+    return optimizers.render(NOTICE, read_pins("newest"))
+
+
 def integrations_page() -> str:
     """Return the requirements for each framework's adapter, and the versions it was tested with."""
-    pins = {
-        name: dict(
-            line.split("==")
-            for line in (ROOT / "tests" / "integrations" / f"{name}.txt").read_text().splitlines()
-            if "==" in line
-        )
-        for name in ("newest", "oldest")
-    }
+    pins = {name: read_pins(name) for name in ("newest", "oldest")}
     # Recent frameworks require a recent PyTorch; without one, the package's lowest version applies.
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
@@ -305,6 +310,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "DETECTORS.md": detectors_page,
     "CLI.md": cli_page,
     "INTEGRATIONS.md": integrations_page,
+    "OPTIMIZERS.md": optimizers_page,
     **{name: gpu_page(name, fill) for name, fill in GPU_PAGES.items()},
     "output.schema.json": json_schema.text,
     # The last ones: they quote the others.

@@ -279,7 +279,7 @@ OnHang = Literal["alert", "restart"]
 
 
 PipelineState = Literal["", "works", "waits"]
-"""In a pipeline: whether a rank that stands still waits for other ranks; empty without one."""
+"""In a pipeline: whether a rank without progress waits for other ranks; empty without one."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):

@@ -602,11 +602,14 @@ def is_state_initialization(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> 
 
 @contextmanager
 def scaled_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
-    """Multiply ``group['lr']`` and restore the same object, so schedulers never see the change."""
+    """Multiply ``group['lr']`` and restore the same object, so schedulers never see the change.
+
+    A group without a rate stays as it is.
+    """
     if factor == 1.0:
         yield
         return
-    groups = optimizer.param_groups
+    groups = [group for group in optimizer.param_groups if "lr" in group]
     rates = [group["lr"] for group in groups]
     for group in groups:
         group["lr"] = group["lr"] * factor

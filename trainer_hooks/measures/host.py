@@ -333,8 +333,11 @@ class Utilization:
 
 
 def learning_rates(optimizers: Sequence[Optimizer]) -> list[float | None]:
-    """Measure the learning rate of each group; None for a CUDA tensor: reading it would wait."""
-    rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    """Measure the learning rate of each group; None without one.
+
+    Also None for a CUDA tensor: reading it would wait.
+    """
+    rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
     return [lr if type(lr) is float else _plain_rate(lr) for lr in rates]
 
 
@@ -344,8 +347,10 @@ def group_sizes(optimizers: Sequence[Optimizer]) -> list[int]:
 
 
 def _plain_rate(rate: Any) -> float | None:
-    """Return a measured learning rate as a number; None for a CUDA tensor."""
-    return None if isinstance(rate, Tensor) and rate.is_cuda else float(rate)
+    """Return a measured learning rate as a number; None for a CUDA tensor, and without one."""
+    if rate is None or (isinstance(rate, Tensor) and rate.is_cuda):
+        return None
+    return float(rate)
 
 
 _NUMBERS = (int, float)  # not int | float: a union is built at every use
