@@ -342,6 +342,8 @@ def _probe_findings(
         if not context.record.clips and any(not outlier.withheld for outlier in group):
             since = -1  # one unclipped update on new data can be enough to forget the old data
     times = within_window(state.asked, clock, config)
+    # A state that was asked about shortly before has had more updates on the new data since.
+    since = min([since, *(step - clock + t for t in times if clock - t <= 4 * config.ask_pause)])
     is_near = is_near_jump(state, onset, context)
     if clock < (times[-1] + _LEVEL_STEPS if is_near and times else next_probe_clock(state, config)):
         return result
@@ -419,8 +421,7 @@ def _report_lr_jump(
         return result
     if record.step <= state.announced_until:
         return result
-    trend = context.loss_trend()
-    jump = LrJump(record.step, last, rate, trend.level, trend.noise, trend.first)
+    jump = LrJump(record.step, last, rate, *context.loss_trend()[:3])
     reason = f"the learning rate rose from {last:.4g} to {rate:.4g} in one step"
     limit = config.lr_jump * last
     finding = make_finding(
