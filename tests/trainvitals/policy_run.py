@@ -41,6 +41,7 @@ class Run:
         self.clips = config.pop("clips", True)
         self.finding = config.pop("finding", "spike")
         self.onset = config.pop("onset", 0)
+        self.trend = LossTrend(2.0, 0.1, 3.0, config.pop("lowest", 0.0))
         self.loss_kind: LossKind = config.pop("loss_kind", "minimize")
         self.config = PolicyConfig(**{"nonfinite_in_a_row": 3, **config})
         self.state = PolicyState()
@@ -96,7 +97,7 @@ class Run:
                     mode=self.mode,
                     config=self.config,
                     loss_kind=self.loss_kind,
-                    loss_trend=lambda: LossTrend(2.0, 0.1, 3.0),
+                    loss_trend=lambda: self.trend,
                 ),
             )
             self.told += verdict.findings

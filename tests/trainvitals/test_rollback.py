@@ -101,6 +101,27 @@ def test_what_reads_worse_long_after_its_onset_may_be_forgetting_and_leads_nowhe
     assert [] == run.told
 
 
+def test_what_reads_worse_soon_after_an_earlier_question_may_be_forgetting_too():
+    """New data: each later question finds more of the old data forgotten."""
+    ratios = iter([1.0, 6.5, 9.0, 9.0])
+    run = Run(probe=lambda ask: reads(next(ratios))(ask))
+    assert {"skip_step"} == {d.action for d in run.feed("outlier")}
+    for pause in (16, 32):
+        run.feed(*("ok",) * pause)
+        assert {"skip_step"} == {d.action for d in run.feed("outlier")}
+    assert ["sound", "state", "state"] == [read.verdict for read in run.readings]
+    run.feed(*("ok",) * 100)
+    assert "rollback" == run.feed("outlier")[-1].action
+
+
+def test_losses_below_zero_have_no_ratio():
+    run = Run(probe=reads(9.0), lowest=-0.1)
+    assert {"skip_step"} == {d.action for d in run.feed("outlier")}
+    (read,) = run.readings
+    assert ("abstained", None) == (read.verdict, read.ratio)
+    assert "no verdict: losses below zero have no ratio" in describe_reading(read)
+
+
 def test_non_finite_steps_without_end_are_skipped_on_where_the_state_reads_sound():
     run = Run(probe=reads(1.0), nonfinite_in_a_row=32)
     assert {"skip_step"} == {d.action for d in run.feed(*("nan",) * 300)}
