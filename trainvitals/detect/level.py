@@ -48,6 +48,9 @@ to 1.3 times the highest."""
 _RECOVERING = 0.6
 """Share of its excess to which the loss has fallen within a quarter of the window when it recovers.
 Real divergences were at 0.66 and above when they were reported, slow recoveries below 0.52."""
+_NO_PROGRESS = 0.1
+"""Share of the first level by which a loss must have fallen, so that a rise below that level is a
+divergence."""
 _FLAT = 0.01
 """Largest change of a flat level in ``flat_steps``; half of it downwards."""
 
@@ -79,13 +82,15 @@ LEVEL_DEFAULTS = LevelConfig()
 class LevelDetector(Detector):
     """Reports a divergence once per rise, and a plateau above the lowest level once.
 
-    During a change that was announced with ``expect``, that rise is not reported.
+    During a change that was announced with ``expect``, that rise is not reported. A loss that has
+    fallen by less than 10 % is reported only above its first level: the losses of a GAN or of PPO
+    move up and down by less.
     """
 
     name = "loss_level"
     STATE = (
-        "_losses", "_steps", "_noise", "_seen", "_best", "_onset", "_low", "_num_told", "_is_far",
-        "_at_once", "_silent", "_top", "_recovered", "_since", "_looks",
+        "_losses", "_steps", "_noise", "_seen", "_first", "_best", "_onset", "_low", "_num_told",
+        "_is_far", "_at_once", "_silent", "_top", "_recovered", "_since", "_looks",
     )  # fmt: skip
 
     def __init__(self, config: LevelConfig | None = None) -> None:
@@ -98,6 +103,7 @@ class LevelDetector(Detector):
 
     def _forget_level(self) -> None:
         """Reset the loss level, its lowest value and the current rise."""
+        self._first: float | None = None
         self._best: float | None = None
         self._onset = -1
         """First step of the rise, or -1 while the level is normal."""
@@ -136,6 +142,7 @@ class LevelDetector(Detector):
         """Judge the loss level: rise, divergence, plateau or recovery."""
         config = self._config
         best = level if self._best is None else self._best
+        self._first = level if self._first is None else self._first
         if self._onset < 0:
             best = self._best = min(best, level)
         rise = max(config.rise * abs(best), config.sigmas * noise)
@@ -206,6 +213,9 @@ class LevelDetector(Detector):
         further = 2.0 if self._num_told else 1.0
         enough = max(config.divergence * abs(best), config.sigmas * noise) * further
         if level <= self._low + enough or self._is_recovering(level, best):
+            return ()
+        first = level if self._first is None else self._first
+        if level <= first and first - best < _NO_PROGRESS * abs(first):
             return ()
         if self._is_recurring_rise(level - best):
             self._silent = True
@@ -649,7 +659,7 @@ class ProgressDetector(Detector):
         top = sorted(newest)[-2]
         if newer <= 0.0 or top > self._config.collapse * newer or older > _STEADY * newer:
             return ()
-        if top > 0.5 * self._lowest or (top <= 0.0 and min(newest) < 0.0):
+        if top > 0.5 * self._lowest or min(newest) < 0.0:
             return ()
         self._collapsed = newer
         is_memorized = self._first is not None and newer < _MEMORIZED * self._first
