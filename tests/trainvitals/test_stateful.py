@@ -161,7 +161,7 @@ IN_CHECKPOINTS = {
     ),
     "grad_norm_burst": "window deviations course bursts clock held sum onset told",
     "loss_level": (
-        "losses steps noise seen best onset low num_told is_far at_once silent top "
+        "losses steps noise seen first best onset low num_told is_far at_once silent top "
         "recovered since looks"
     ),
     "loss_drift": (

@@ -92,6 +92,7 @@ class LevelDetector(Detector):
         "_losses", "_steps", "_noise", "_seen", "_first", "_best", "_onset", "_low", "_num_told",
         "_is_far", "_at_once", "_silent", "_top", "_recovered", "_since", "_looks",
     )  # fmt: skip
+    MAY_LACK = True  # checkpoints of earlier versions lack "first"
 
     def __init__(self, config: LevelConfig | None = None) -> None:
         self._config = config or LEVEL_DEFAULTS

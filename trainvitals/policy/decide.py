@@ -343,7 +343,8 @@ def _probe_findings(
             since = -1  # one unclipped update on new data can be enough to forget the old data
     times = within_window(state.asked, clock, config)
     # A state that was asked about shortly before has had more updates on the new data since.
-    since = min([since, *(step - clock + t for t in times if clock - t <= 4 * config.ask_pause)])
+    asks = (step - clock + t for t in times if clock - t <= 4 * config.ask_pause)
+    since = min([since, *(ask for ask in asks if ask >= state.first_step)])
     is_near = is_near_jump(state, onset, context)
     if clock < (times[-1] + _LEVEL_STEPS if is_near and times else next_probe_clock(state, config)):
         return result

@@ -179,13 +179,12 @@ def run_probe(
     config, probe, clips = context.config, context.inputs.probe, context.record.clips
     if probe is None:
         return None
-    trend = context.loss_trend()
-    first = trend.first
+    _, _, first, lowest = context.loss_trend()
     floor = config.state_floor * first
     reading = probe(Ask(trigger=trigger, step=context.record.step, onset_step=onset, floor=floor))
     ratio = reading.ratio(floor)
     detail = reading.detail
-    if ratio is not None and math.isfinite(ratio) and trend.lowest < 0.0:
+    if ratio is not None and math.isfinite(ratio) and lowest < 0.0:
         # A loss that crosses zero, such as that of a Wasserstein GAN, may grow many times over.
         ratio, detail = None, "losses below zero have no ratio"
     verdict: Literal["state", "worse", "sound", "abstained"] = "abstained"
