@@ -90,6 +90,18 @@ def test_a_far_rise_that_lasts_is_reported_as_a_divergence_and_not_as_a_plateau(
     assert ["divergence"] == [kind for _, kind in told(losses)]
 
 
+@pytest.mark.parametrize(("end", "top", "kinds"), [
+    (3.8, 3.99, set()),  # fell by 5 %, and is below its start: as a GAN's loss
+    (3.8, 4.5, {"divergence"}),
+    (3.0, 3.5, {"divergence"}),
+])  # fmt: skip
+def test_a_loss_that_has_hardly_fallen_diverges_only_above_its_start(
+    end: float, top: float, kinds: set[str]
+) -> None:
+    course = falling(600, end=end) + [end + (top - end) * i / 200 for i in range(200)] + [top] * 64
+    assert kinds == {kind for _, kind in told(noisy(course, noise=0.002))}
+
+
 def test_a_spike_and_its_recovery_are_no_divergence() -> None:
     losses = noisy([3.0] * 300 + [9.0, 7.0, 5.0, 4.0] + [3.0] * 300)
     assert [] == told(losses)
