@@ -288,10 +288,18 @@ class Spool:
     def _delete_expired_files(self) -> None:
         """Delete acknowledged spool files after their retention time, or above their bound."""
         oldest = self._now() - self._retain_seconds
-        for number in sorted(self._retained):
+        for number in self._deletable():
             if self._retained[number] > oldest and self.retained_bytes <= self._retain_bytes:
                 return
             self._remove_file(number)
+
+    def _deletable(self) -> list[int]:
+        """Return the acknowledged spool files that may be deleted, the oldest first.
+
+        Those whose last sequence numbers are in the saved state: a restart after a crash could not
+        read the others' numbers anywhere, and a writer would use them again.
+        """
+        return sorted(n for n in self._retained if n < self._saved.scanned.file)
 
     # -------------------------------------------------------------------------- writing
 
@@ -301,9 +309,10 @@ class Spool:
             try:
                 return self._append_batch(raw)
             except (OSError, StorageError) as error:
-                if not is_full(error) or not self._retained:
+                deletable = self._deletable()
+                if not is_full(error) or not deletable:
                     raise
-                self._remove_file(min(self._retained))
+                self._remove_file(deletable[0])
 
     def _append_batch(self, raw: bytes) -> None:
         """Append a batch to the current spool file, or to a new one."""

@@ -205,6 +205,20 @@ def test_what_is_durable_is_not_added_again_behind_what_came_after_it() -> None:
     machine.teardown()
 
 
+def test_acknowledged_files_keep_their_numbers_until_the_state_has_them() -> None:
+    machine = SpoolMachine()
+    machine.begin(keep=False, num_batches=4, saved_after=-1, header_every=0, seed=0)
+    machine.append(1)
+    machine.sync()
+    machine.die(power=False)
+    machine.append(1)
+    machine.fail_soon(errno.ENOSPC, after=1)
+    machine.ack(2)
+    machine.die(power=False)  # asserts that the numbers of what was synced are known
+    assert machine.spool is not None and machine.spool.last_seqs()
+    machine.teardown()
+
+
 @pytest.mark.slow
 def test_a_spool_keeps_its_word_over_thousands_of_disks() -> None:
     run_state_machine_as_test(
