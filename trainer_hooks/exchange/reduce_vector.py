@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from trainer_hooks.ranks import Ranks
+from trainvitals.auto_clip import MaxNorm
 from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,
@@ -363,6 +364,12 @@ class ReduceVector:
     def auto_max_norm(self) -> Tensor:
         """Return the limit of ``max_norm="auto"`` in the vector, 0-dim float64; inf: none."""
         return self.pack[self.layout.root + self.layout.fields.rank0.index("auto_max_norm")]
+
+    def clip_divisor(self, norm: Tensor, max_norm: MaxNorm) -> Tensor:
+        """Return what divides gradients of this norm so that they are clipped; on the device."""
+        if max_norm == "auto":
+            return auto_clip_divisor(norm, self.auto_max_norm)
+        return clip_divisor(norm, max_norm)
 
     def undo_clip(self) -> None:
         """Scale the summed squares to those before the loop's own clip, if it provided the norm.

@@ -17,8 +17,6 @@ from torch import Tensor
 from trainer_hooks.exchange.reduce_vector import (
     ReduceVector,
     Verdict,
-    auto_clip_divisor,
-    clip_divisor,
     judge_on_device,
 )
 from trainer_hooks.failopen import FaultCounter
@@ -41,13 +39,10 @@ class ClippedVerdict(NamedTuple):
 def judge_and_clip(packer: ReduceVector, row: Tensor, max_norm: MaxNorm | None) -> ClippedVerdict:
     """Return the verdict on the reduced vector and the divisor of the clip; never waits."""
     verdict = judge_on_device(packer.layout, packer.pack, row)
-    norm = verdict.grad_norm
-    assert isinstance(norm, Tensor), "judged on the device"
     if max_norm is None:
         return ClippedVerdict(verdict, None)
-    if max_norm == "auto":
-        return ClippedVerdict(verdict, auto_clip_divisor(norm, packer.auto_max_norm))
-    return ClippedVerdict(verdict, clip_divisor(norm, max_norm))
+    assert isinstance(verdict.grad_norm, Tensor), "judged on the device"
+    return ClippedVerdict(verdict, packer.clip_divisor(verdict.grad_norm, max_norm))
 
 
 class _Graph(NamedTuple):

@@ -21,8 +21,6 @@ from trainer_hooks.exchange.reduce_vector import (
     RankContribution,
     ReducedNumbers,
     Verdict,
-    auto_clip_divisor,
-    clip_divisor,
     judge_on_host,
 )
 from trainer_hooks.exchange.verdict_graph import VerdictGraphs
@@ -470,7 +468,7 @@ class StepPhases:
         rank's own, which is equal on all replicas; sharded ranks have no common norm then and do
         not clip.
         """
-        norm = verdict.grad_norm
+        packer, norm = self._device.packer, verdict.grad_norm
         if prepared.failed and self._device.norms.replicated:
             with self._run.faults.fail_open("clip"):
                 own, num_failed = torch.nn.utils.get_total_norm(prepared.grads), verdict.num_failed
@@ -490,14 +488,12 @@ class StepPhases:
         elif reads_are_free(norm.device):
             known = norm.item()
         if max_norm == "auto":
-            limit = self._device.packer.auto_max_norm
+            limit = packer.auto_max_norm
             if known is not None and reads_are_free(limit.device) and not known > limit.item():
                 return None
-            divisor = auto_clip_divisor(self._on_device(norm), limit)
         elif known is not None and known + 1e-6 <= min(max_norm, SHORT_FROM):
             return None
-        else:
-            divisor = clip_divisor(self._on_device(norm), max_norm)
+        divisor = packer.clip_divisor(self._on_device(norm), max_norm)
         if not self._device.engine.reads_verdict:
             return divisor
         scale(prepared.grads, divisor.reciprocal())
