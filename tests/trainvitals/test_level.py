@@ -102,6 +102,19 @@ def test_a_loss_that_has_hardly_fallen_diverges_only_above_its_start(
     assert kinds == {kind for _, kind in told(noisy(course, noise=0.002))}
 
 
+@pytest.mark.parametrize(("make", "steps"), [(LevelDetector, 400), (DriftDetector, 900)])
+@pytest.mark.parametrize(("top", "severity"), [
+    (0.08, "log"),  # 4 times the lowest, and below a tenth of the first loss
+    (0.3, ""),  # 15 times the lowest
+])  # fmt: skip
+def test_a_memorized_loss_is_only_logged_until_it_is_ten_times_the_lowest(
+    make: Any, steps: int, top: float, severity: str
+) -> None:
+    course = falling(300, start=4.0, end=0.02) + [0.02] * steps + [top] * 600
+    made = findings(noisy(course, noise=0.002), make())
+    assert severity == made[-1].severity
+
+
 def test_a_spike_and_its_recovery_are_no_divergence() -> None:
     losses = noisy([3.0] * 300 + [9.0, 7.0, 5.0, 4.0] + [3.0] * 300)
     assert [] == told(losses)

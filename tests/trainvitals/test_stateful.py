@@ -165,7 +165,7 @@ IN_CHECKPOINTS = {
         "recovered since looks"
     ),
     "loss_drift": (
-        "block begin blocks begins differences moves num lowest peaks wandered told known"
+        "block begin blocks begins differences moves num lowest peaks wandered told known first"
     ),
     "loss_progress": (
         "losses before suspended seen start first best lowest learning rate lost num_lost collapsed"

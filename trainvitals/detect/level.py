@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -51,6 +51,11 @@ Real divergences were at 0.66 and above when they were reported, slow recoveries
 _NO_PROGRESS = 0.1
 """Share of the first level by which a loss must have fallen, so that a rise below that level is a
 divergence."""
+_MEMORIZED = 0.1
+"""Share of the first losses below which most changes are only logged: a small loss that is learned
+by heart falls in jumps and rises by multiples."""
+_TENFOLD = 10.0
+"""Multiple of the lowest level from which even a memorized loss has diverged."""
 _FLAT = 0.01
 """Largest change of a flat level in ``flat_steps``; half of it downwards."""
 
@@ -84,7 +89,8 @@ class LevelDetector(Detector):
 
     During a change that was announced with ``expect``, that rise is not reported. A loss that has
     fallen by less than 10 % is reported only above its first level: the losses of a GAN or of PPO
-    move up and down by less.
+    move up and down by less. A loss below a tenth of its first level is memorized: its rises are
+    only logged until it is ten times its lowest level.
     """
 
     name = "loss_level"
@@ -232,7 +238,7 @@ class LevelDetector(Detector):
         )
         return self._report(
             record.step, reason, kind="divergence", cause="loss_divergence", value=level,
-            limit=best, onset_step=self._onset,
+            limit=best, severity=_severity_of_rise(level, best, first), onset_step=self._onset,
         )  # fmt: skip
 
     def _plateau_findings(
@@ -278,6 +284,11 @@ def _estimate_loss_noise(losses: Iterable[float]) -> float:
     if not finite:
         return 0.0
     return finite[-1 - int(len(finite) * _EXCEEDED_BY)] / _SIGMA_OF_DIFFERENCES
+
+
+def _severity_of_rise(level: float, best: float, first: float) -> Literal["", "log"]:
+    """Return "log" for a loss that stays memorized, and "" for the detector's own severity."""
+    return "log" if level < min(_MEMORIZED * first, _TENFOLD * best) else ""
 
 
 def _format_rise(level: float, best: float) -> str:
@@ -333,8 +344,9 @@ class DriftDetector(Detector):
     name = "loss_drift"
     STATE = (
         "_block", "_begin", "_blocks", "_begins", "_differences", "_moves", "_num", "_lowest",
-        "_peaks", "_wandered", "_told", "_known",
+        "_peaks", "_wandered", "_told", "_known", "_first",
     )  # fmt: skip
+    MAY_LACK = True  # checkpoints of earlier versions lack "first"
 
     def __init__(self, config: DriftConfig | None = None) -> None:
         self._config = config or DRIFT_DEFAULTS
@@ -342,6 +354,8 @@ class DriftDetector(Detector):
         self._begin = -1
         self._blocks: deque[float] = deque(maxlen=2 * _SPANS[-1])
         self._begins: deque[int] = deque(maxlen=2 * _SPANS[-1])
+        self._first: float | None = None
+        """Loss of the first block."""
         self._differences: deque[float] = deque(maxlen=_DIFFERENCES)
         self._moves: list[deque[float]] = [deque(maxlen=_DIFFERENCES + 2 * span) for span in _SPANS]
         self._reset_state()
@@ -378,6 +392,7 @@ class DriftDetector(Detector):
         if middle <= 0.0:
             self.rebaseline()
             return ()
+        self._first = middle if self._first is None else self._first
         return self._add_block(record, math.log(middle))
 
     def _add_block(self, record: StepRecord, block: float) -> tuple[Finding, ...]:
@@ -459,6 +474,7 @@ class DriftDetector(Detector):
         )
         return self._report(
             record.step, reason, kind="divergence", cause="loss_drift", value=value, limit=limit,
+            severity=_severity_of_rise(value, limit, self._first or value),
             onset_step=self._begins[-span],
         )  # fmt: skip
 
@@ -471,6 +487,7 @@ class DriftDetector(Detector):
     def rebaseline(self, steps: int = 0) -> None:
         """Discard all loss levels and their noise: a planned change."""
         self._block.clear()
+        self._first = None
         self._reset_blocks()
         self._differences.clear()
         for moves in self._moves:
@@ -504,9 +521,6 @@ _STEADY = 1.3
 _TOO_WIDE = 1.0
 """Spread of the losses, as a share of the first ones, above which a median cannot show that nothing
 was learned: tasks of different scales that take turns."""
-_MEMORIZED = 0.1
-"""Share of the first losses below which a collapse is only logged: a small loss that is learned by
-heart falls further in jumps."""
 _WIDE = 1.25
 """The error of a median of n normal samples is this deviation divided by the root of n."""
 
