@@ -22,9 +22,9 @@ def main(rank, folder):
     watch = trainer_hooks.watch(model, optimizer, mode="heal", checkpoints=checkpoints)
     events, back, is_broken = events_of(watch), [], False
     with watch as monitor:
-        while monitor.step_index < 90:
+        while monitor.step_index < 120:
             step = monitor.step_index
-            if (step, rank, is_broken) == (30, 1, False):
+            if (step, rank, is_broken) == (52, 1, False):
                 is_broken = True
                 optimizer.state[model.module[0].weight]["exp_avg_sq"][2, 2] = float("inf")
             generator = torch.Generator().manual_seed(2 * step + rank)

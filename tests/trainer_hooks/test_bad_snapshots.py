@@ -15,11 +15,14 @@ from trainer_hooks import CheckpointSettings
 from trainer_hooks.exchange.emit import LayerAggregator
 from trainer_hooks.measures.sampled import SampledSignals
 from trainer_hooks.recovery.checkpoints import payload
+from trainer_hooks.recovery.manager import kept_steps
 from trainer_hooks.recovery.state import StateCheck
 from trainvitals.errors import CheckpointError, TrainingHalted
 from trainvitals.records import DecisionMade, FindingRaised, Note
 
 BROKEN_AT, STEPS = 40, 120
+EVERY = kept_steps(healthy_after=20, lag=1)
+"""Steps between two snapshots by default."""
 KIND = "nonfinite_state"
 
 
@@ -106,11 +109,11 @@ def test_what_a_finite_loss_hides_is_rolled_back_and_the_run_is_protected_again(
     tmp_path, break_it, name
 ):
     loop = healing(tmp_path)
-    assert [21] == train(loop, break_it)
+    assert [EVERY] == train(loop, break_it)
     refs = refs_of(loop.monitor)
-    assert STEPS - refs[0].step <= 2 * 21 and "healthy" == refs[0].state
+    assert STEPS - refs[0].step <= 2 * EVERY and "healthy" == refs[0].state
     (decision,) = [e.decision for e in loop.events if isinstance(e, DecisionMade)]
-    assert (KIND, "rollback", 42, 0, 0) == (
+    assert (KIND, "rollback", 2 * EVERY, 0, 0) == (
         decision.rule, decision.action, decision.step, decision.rank, decision.skip_batches,
     )  # fmt: skip
     assert name in decision.reason
@@ -120,15 +123,16 @@ def test_what_a_finite_loss_hides_is_rolled_back_and_the_run_is_protected_again(
 
 def test_what_comes_again_after_the_rollback_is_told_and_training_goes_on(tmp_path, lines):
     loop = healing(tmp_path)
-    assert [21] == train(loop, break_moment, times=10**6, steps=200)
+    assert [EVERY] == train(loop, break_moment, times=10**6, steps=7 * EVERY)
     finding, *others = findings(loop, KIND)
-    assert ("actionable", 42, 0) == (finding.level, finding.step, finding.rank)
+    assert ("actionable", 2 * EVERY, 0) == (finding.level, finding.step, finding.rank)
     assert "again" in finding.reason and "exp_avg_sq" in finding.reason
-    assert [(105, 42), (168, 42)] == [(f.step, f.onset_step) for f in others]
+    assert [4 * EVERY, 6 * EVERY] == [f.step for f in others]
+    assert {2 * EVERY} == {f.onset_step for f in others}
     assert 2 == len(notes(loop, KIND))  # with the rollback, and where it was there again
-    assert 200 == loop.monitor.step_index
+    assert 7 * EVERY == loop.monitor.step_index
     text = "\n".join(lines())
-    assert 1 == text.count("rolled back to step 21")
+    assert 1 == text.count(f"rolled back to step {EVERY}")
     assert 1 == text.count("no snapshot or checkpoint is made while it is so")
 
 
@@ -169,7 +173,7 @@ def test_a_frozen_parameter_that_becomes_nan_is_told_without_snapshots_too(mode)
 
 @pytest.mark.parametrize("mode", ["guard", "heal"])
 def test_a_frozen_parameter_that_is_infinite_from_the_start_is_no_fault(tmp_path, mode):
-    checkpoints = CheckpointSettings(directory=tmp_path / "c", save_every=21)
+    checkpoints = CheckpointSettings(directory=tmp_path / "c", save_every=EVERY)
     options = {"checkpoints": checkpoints} if mode == "heal" else {}
     loop = with_parameter(float("-inf"), mode=mode, **options)
     assert [] == train(loop, break_moment, times=0, steps=StateCheck.EVERY + 2)
@@ -226,7 +230,7 @@ def test_buffers_that_a_model_makes_infinite_by_itself_are_no_fault(tmp_path, mo
     assert [] == train(loop, late)
     assert [] == findings(loop, KIND)
     if mode == "heal":
-        assert STEPS - refs_of(loop.monitor)[0].step <= 2 * 21
+        assert STEPS - refs_of(loop.monitor)[0].step <= 2 * EVERY
 
 
 def fill(loop):
@@ -246,11 +250,11 @@ def test_a_buffer_that_the_model_itself_makes_infinite_costs_one_rollback_and_no
         mode="heal",
         checkpoints=CheckpointSettings(directory=tmp_path / "c", save_every=10**6),
     )
-    assert [21] == train(loop, fill, times=10**6, steps=150)
+    assert [EVERY] == train(loop, fill, times=10**6, steps=150)
     (finding,) = findings(loop, KIND)
     assert "buffer.1.running_mean_of_all; no optimizer has it" in finding.reason
     refs = refs_of(loop.monitor)
-    assert 150 - refs[0].step <= 2 * 21
+    assert 150 - refs[0].step <= 2 * EVERY
     assert 1 == "\n".join(lines()).count("counts as intended from now on")
     # What is trained is looked at as before.
     ring = snapshots_of(loop.monitor)
@@ -262,7 +266,7 @@ def test_a_buffer_that_the_model_itself_makes_infinite_costs_one_rollback_and_no
 
 def test_a_save_that_takes_long_keeps_the_ring_fed(tmp_path, monkeypatch):
     """A disk that is slower than everything: a third slot is lent for as long as it writes."""
-    checkpoints = CheckpointSettings(directory=tmp_path / "checkpoints", save_every=21)
+    checkpoints = CheckpointSettings(directory=tmp_path / "checkpoints", save_every=EVERY)
     loop = Loop(mode="heal", checkpoints=checkpoints)
     loop.optimizer.param_groups[0]["lr"] = 1e-4  # no outlier keeps a snapshot unproven
     ring = snapshots_of(loop.monitor)
@@ -281,7 +285,7 @@ def test_a_save_that_takes_long_keeps_the_ring_fed(tmp_path, monkeypatch):
             ages.append(monitor.step_index - ring.newest_healthy().step)
         may_end.set()
     assert (0, 1) == (ring.num_missed, len(saves))
-    assert max(ages) <= 21 + 20 + 2
+    assert max(ages) <= EVERY + 20 + 2
 
 
 class Broken:
@@ -304,15 +308,15 @@ def test_snapshots_that_cannot_be_taken_are_told_with_the_reason(tmp_path, lines
     def break_it(loop):
         state.fails = True
 
-    assert [] == train(loop, break_it, steps=200)
+    assert [] == train(loop, break_it, steps=10 * EVERY)
     missed = findings(loop, "snapshot_missed")
-    assert [(42, "advisory"), (63, "advisory"), (105, "advisory"), (189, "advisory")] == [
+    assert [(times * EVERY, "advisory") for times in (2, 3, 5, 9)] == [
         (f.step, f.level) for f in missed
     ]
     (first, *_) = notes(loop, "snapshot_missed")
     assert "the loader's worker died" in first
     shown = [line for line in lines() if "in memory could not be taken" in line]
-    assert 4 == len(shown) and "step 42: 1 snapshot in memory" in shown[0]
+    assert 4 == len(shown) and f"step {2 * EVERY}: 1 snapshot in memory" in shown[0]
 
 
 # ------------------------------------------------------------------------- on several ranks
@@ -322,8 +326,8 @@ def test_snapshots_that_cannot_be_taken_are_told_with_the_reason(tmp_path, lines
 def test_a_moment_that_one_rank_alone_has_wrong_takes_all_ranks_back_and_it_says_which(tmp_path):
     first, second = spawned(main, tmp_path)
     for rank in (first, second):
-        assert ([21], {}) == (rank["back"], rank["faults"])
-        assert "healthy" in [state for step, state in rank["refs"] if step >= 42]
+        assert ([EVERY], {}) == (rank["back"], rank["faults"])
+        assert "healthy" in [state for step, state in rank["refs"] if step >= 2 * EVERY]
     assert first["weights"] == second["weights"]
     assert ([1], []) == (first["ranks"], first["notes"])
     (note,) = second["notes"]

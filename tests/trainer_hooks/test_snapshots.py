@@ -243,12 +243,27 @@ def test_state_that_cannot_be_read_becomes_a_flag_never_an_exception():
 
 @pytest.mark.parametrize(
     ("healthy_after", "lag", "interval", "expected"),
-    [(20, 1, 21, 2), (20, 1, 20, 3), (20, 1, 100, 2), (20, 1, 5, 6), (0, 0, 1, 2)],
+    [(20, 1, 31, 2), (20, 1, 21, 3), (20, 1, 100, 2), (20, 1, 5, 8), (0, 0, 1, 2)],
 )
 def test_there_are_slots_enough_that_a_healthy_one_is_among_them(
     healthy_after, lag, interval, expected
 ):
     assert expected == num_slots(healthy_after=healthy_after, lag=lag, interval=interval)
+
+
+@pytest.mark.parametrize("interval", [31, 12, 5])
+def test_a_fault_reported_in_time_finds_a_snapshot_before_it_at_every_phase(interval):
+    healthy_after, lag = 20, 1
+    slots = num_slots(healthy_after=healthy_after, lag=lag, interval=interval)
+    ring = started(Training(), slots=slots, interval=interval, healthy_after=healthy_after)
+    for step in range(1, 200):
+        if ring.due(step):
+            ring.capture(step, 1)
+        ring.commit(step - lag, True)
+        ring.promote(step - 1, -1)
+        healthy = [ref.step for ref in ring.refs() if ref.state == "healthy"]
+        # Of the faults that may be reported now, the earliest onset needs the oldest snapshot.
+        assert min(healthy) <= max(0, step - healthy_after // 2 - healthy_after), step
 
 
 def test_one_slot_is_refused():

@@ -69,9 +69,18 @@ IsReplica = Callable[[str], bool]
 """Returns whether every rank holds the tensor of this name with equal values."""
 
 
+def kept_steps(*, healthy_after: int, lag: int) -> int:
+    """Return how old the oldest snapshot must be when the next one has just been taken.
+
+    A rollback needs a snapshot ``healthy_after`` steps before the onset, and a fault may be
+    reported up to half as many steps after its onset.
+    """
+    return healthy_after + healthy_after // 2 + lag
+
+
 def num_slots(*, healthy_after: int, lag: int, interval: int) -> int:
-    """Return the number of snapshots to keep so that a healthy one is always among them."""
-    return max(2, 1 + math.ceil((healthy_after + lag) / interval))
+    """Return the number of snapshots to keep so that a rollback finds a healthy one among them."""
+    return max(2, 1 + math.ceil(kept_steps(healthy_after=healthy_after, lag=lag) / interval))
 
 
 def is_proven(
@@ -815,8 +824,8 @@ class CheckpointSettings(Settings, frozen=True, kw_only=True):
     healthy_after: AtLeastOne = 20
     """Healthy steps after which a verified snapshot is healthy; at least ``[ladder] margin``."""
     snapshot_every: Count = 0
-    """Steps between snapshots in memory; 0: ``healthy_after`` plus the readback lag, so that two
-    slots suffice.
+    """Steps between snapshots in memory; 0: one and a half times ``healthy_after`` plus the
+    readback lag, so that two slots suffice.
     """
     overlap_copy: bool = False
     """On a GPU, copy a snapshot in parallel with the next forward and backward, which otherwise
@@ -917,7 +926,9 @@ class RecoveryManager:
             model, device.optimizers, device.schedulers, scaler=device.scaler, extra=device.extra
         )
         lag = device.readback.lag
-        interval = settings.snapshot_every or settings.healthy_after + lag
+        interval = settings.snapshot_every or kept_steps(
+            healthy_after=settings.healthy_after, lag=lag
+        )
         slots = num_slots(healthy_after=settings.healthy_after, lag=lag, interval=interval)
         # Shared data is compared: each rank copies its part of data that must be equal on all.
         num_alike = 1 if replicas is None else ranks.world_size
