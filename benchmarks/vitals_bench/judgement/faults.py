@@ -15,6 +15,9 @@ FaultKind = Literal[
     "poison", "rate", "creep", "moments", "layer", "overflow", "nan_loss",
     "dead", "flip", "logits", "decay", "repeat", "gradient",
 ]  # fmt: skip
+Course = Literal["NaN", "poison", "damage", "slow"]
+"""NaN in batches or losses; a few wrong batches; a state that is damaged at once or in a few steps,
+which a rollback undoes; ruin little by little."""
 FOR_GOOD = 10**9
 CREEP, CREEP_AT_MOST = 1.03, 60.0
 DAMAGING = 3.0
@@ -38,6 +41,15 @@ class Fault:
     def is_of_the_data(self) -> bool:
         """Whether the batches are the cause: the state is not damaged."""
         return self.kind in ("poison", "nan_loss")
+
+    @property
+    def course(self) -> Course:
+        """How the fault goes on."""
+        if self.kind == "nan_loss" or self.poison == "nan":
+            return "NaN"
+        if self.kind == "poison":
+            return "slow" if self.steps == FOR_GOOD else "poison"
+        return "slow" if self.kind in ("creep", "logits", "decay", "repeat") else "damage"
 
     def poisons(self, index: int) -> bool:
         """Return whether this batch is poisoned."""

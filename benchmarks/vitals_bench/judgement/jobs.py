@@ -86,7 +86,8 @@ def jobs_of(asked: Asked, *, quick: bool) -> list[Job]:
 
 
 def _is_chosen(world: World, asked: Asked) -> bool:
-    if asked.ranks > 1 and not world.name.startswith("ranks-"):
+    is_shared = world.name.startswith("ranks-")
+    if (asked.ranks > 1 and not is_shared) or (asked.ranks == 1 and is_shared and asked.kinds):
         return False
     if asked.part != "all" and (world.label == "healthy") != (asked.part == "healthy"):
         return False

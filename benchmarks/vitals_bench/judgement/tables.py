@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from vitals_bench.judgement.jobs import KIND_CLIPS, Job, key_of
 from vitals_bench.judgement.run import Clip, Outcome
-from vitals_bench.judgement.worlds import WORLDS, Label, World
+from vitals_bench.judgement.worlds import WORLDS, Label
 from vitals_bench.rows import Cell, Goal, Grid, Row, at_least, at_most, exactly
 
 HALVES: Mapping[str, int] = {"set": 0, "held out": 1}
@@ -87,6 +87,11 @@ class Results:
             if (other.world, other.clip, other.policy) == (outcome.world, outcome.clip, "none")
         ]
         return len(finals) >= ENOUGH_SEEDS and outcome.final > max(finals)
+
+    def costs(self, outcome: Outcome) -> float:
+        """Return the final loss of the unwatched run with the fault over the clean run's."""
+        bare = self.by_job.get(key_of(outcome)._replace(policy="none"))
+        return 1.0 if bare is None else self.ratio(bare) or 1.0
 
     def is_harmful(self, outcome: Outcome) -> bool:
         """Return whether the damage costs the unwatched run much of what it had gained."""
@@ -187,6 +192,12 @@ def _rows(
                     yield _line(results, family, chosen)
 
 
+_FAULTY: tuple[Label, ...] = ("poisoned", "damaged")
+_WITH_CLIPS: Mapping[Clip, str] = {
+    1.0: "with a clip", "auto": "with an automatic clip", None: "without a clip"
+}  # fmt: skip
+_COSTLY = 1.10
+"""Final loss to the clean run's from which a fault must be reported."""
 _CLIPS: Mapping[Clip, str] = {1.0: "yes", None: "no", "auto": "auto"}
 
 
@@ -285,20 +296,23 @@ def _healthy_goals(results: Results, half: str) -> Iterator[Row]:
 
 
 def _faulty_goals(results: Results, half: str) -> Iterator[Row]:
-    poisoned = [o for o in results.watched("poisoned") if WORLDS[o.world].family != "NaN"]
-    for name, clip in (("with a clip", 1.0), ("without", None)):
-        ratios = [r for o in poisoned if o.clip == clip and (r := results.to_oracle(o)) is not None]
-        if ratios:
-            text = f"poison {name}, {half}: final loss to the oracle's"
-            yield _row(f"{text}, median", statistics.median(ratios), "", at_most(1.01))
-            yield _row(f"{text}, worst", max(ratios), "", at_most(1.10))
-    damaged = [o for o in results.watched("damaged") if _is_curable(WORLDS[o.world])]
-    probed = [o for o in damaged if o.policy == "heal+probe" and o.clip is not None]
-    ratios = [r for o in probed if (r := results.ratio(o)) is not None]
-    if ratios:
-        name = f"damage with a clip and a probe, {half}: final loss to the clean run's, mean"
-        yield _row(name, math.exp(_mean_log(ratios)), "", at_most(1.05))
-    harmful = [o for o in damaged if results.is_harmful(o)]
+    faulty = [o for label in _FAULTY for o in results.watched(label)]
+    for clip, with_clip in _WITH_CLIPS.items():
+        here = [o for o in faulty if o.clip == clip]
+        for name, course, policies, goal in (
+            ("NaN", "NaN", ("guard", "heal+probe"), at_most(1.02)),
+            ("poison", "poison", ("guard", "heal+probe"), at_most(1.10)),
+            ("damage, in heal with a probe", "damage", ("heal+probe",), at_most(1.05)),
+        ):
+            outcomes = [
+                o for o in here if WORLDS[o.world].course == course and o.policy in policies
+            ]
+            ratios = [ratio for o in outcomes if (ratio := results.ratio(o)) is not None]
+            if ratios:
+                text = f"{name} {with_clip}, {half}: final loss to the clean run's, mean"
+                yield _row(text, math.exp(_mean_log(ratios)), "", goal, _worst(results, outcomes))
+    yield from _report_goals(results, half)
+    harmful = [o for o in results.watched("damaged") if results.is_harmful(o)]
     innocent = [o for o in results.watched() if WORLDS[o.world].label != "damaged"]
     for name, outcomes in (("damage", harmful), ("healthy or poisoned", innocent)):
         right, wrong, _ = verdicts(outcomes)
@@ -307,8 +321,28 @@ def _faulty_goals(results: Results, half: str) -> Iterator[Row]:
             yield _row(f"probe's verdict right, {name}, {half}", share, "%", at_least(95.0))
 
 
-def _is_curable(world: World) -> bool:
-    return world.family not in ("rate creeps",)
+def _report_goals(results: Results, half: str) -> Iterator[Row]:
+    """Yield how much of what costs more than a tenth of the final loss is paged and reported."""
+    costly = [o for o in results.watched() if results.costs(o) > _COSTLY]
+    paging = [o for o in costly if WORLDS[o.world].course == "damage" and "guard+" in o.policy]
+    if paging:
+        silent = [o for o in paging if not o.pages]
+        name = f"damage above +10 %, {half}: paged in guard with a probe"
+        yield _row(
+            name, _share([bool(o.pages) for o in paging]), "%", at_least(100.0), _names(silent)
+        )
+    slow = [o for o in costly if WORLDS[o.world].course == "slow"]
+    if slow:
+        unreported = [o for o in slow if o.reported is None]
+        name = f"slow ruin above +10 %, {half}: reported"
+        share = _share([o.reported is not None for o in slow])
+        yield _row(name, share, "%", at_least(90.0), _names(unreported))
+
+
+def _worst(results: Results, outcomes: Sequence[Outcome]) -> str:
+    """Return the worst run in words."""
+    worst = max(outcomes, key=lambda o: results.ratio(o) or 0.0)
+    return f"worst: {_text(results.ratio(worst) or 0.0)}, {worst.world} in {worst.policy}"
 
 
 def _row(name: str, value: float | None, unit: str, goal: Goal, note: str = "") -> Row:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from vitals_bench.judgement.faults import FOR_GOOD, Fault
+from vitals_bench.judgement.faults import FOR_GOOD, Course, Fault
 from vitals_bench.judgement.games import GanTask, PpoTask, ReinforceTask
 from vitals_bench.judgement.kinds import (
     AccumulatedTask,
@@ -119,6 +119,11 @@ class World:
     """The world without the fault, whose unmonitored run is the clean one; a healthy one names
     itself."""
     fault: Fault | None = None
+
+    @property
+    def course(self) -> Course | None:
+        """How the fault goes on; None for a healthy training."""
+        return None if self.fault is None else self.fault.course
 
 
 WORLDS: dict[str, World] = {}
@@ -294,6 +299,10 @@ KINDS = (
 """Kinds of healthy training: each runs without a clip, with one, and with ``max_norm="auto"``."""
 FAULT_KINDS = ("gpt-fast", "seq2seq", "diffusion", "moe", "segmentation", "regression")
 """Kinds that every one of ``FAULTS`` happens to."""
+RANKS_KINDS = ("ranks-regression", "ranks-patterns")
+"""Those of trainings on several ranks."""
+TOKEN_KINDS = ("gpt-fast", "seq2seq")
+"""Kinds whose inputs are no numbers that a fault could make NaN, large or constant."""
 _MIDDLE = 250
 FAULTS: Mapping[str, Fault] = {
     "shuffle12": Fault(kind="poison", begin=_MIDDLE, steps=12),
@@ -323,8 +332,10 @@ FAULTS: Mapping[str, Fault] = {
 def _register_kinds() -> None:
     for name, make in NEW_KINDS.items():
         _healthy("kinds", name, make)
-    for base in FAULT_KINDS:
+    for base in (*FAULT_KINDS, *RANKS_KINDS):
         for name, fault in FAULTS.items():
+            if base in TOKEN_KINDS and fault.poison != "shuffle":
+                continue
             world = World(
                 name=f"{base}!{name}",
                 label="poisoned" if fault.is_of_the_data else "damaged",
