@@ -1,5 +1,6 @@
 """The bench of judgement: its worlds are what their labels say, and its tables count rightly."""
 
+import dataclasses
 import math
 
 import msgspec
@@ -211,6 +212,47 @@ def test_the_goals_name_the_worlds_that_miss_them():
         grid.title for grid in made
     ]
     assert all(len(row) == len(grid.columns) for grid in made for row in grid.rows)
+
+
+def test_the_goals_of_faults_are_by_their_course_and_clip():
+    outcomes = [
+        outcome("regression", final=1.0),
+        outcome("regression!flip", final=3.0),
+        outcome("regression!flip", "guard", final=3.0),
+        outcome("regression!flip", "guard+probe", final=3.0, pages=1),
+        outcome("regression!flip", "heal+probe", final=1.0, rollbacks=[(9, 1, "state_damaged")]),
+        outcome("regression!rate", final=2.0),
+        outcome("regression!rate", "guard+probe", final=2.0),
+        outcome("regression!shuffle12", "guard", final=1.2),
+        outcome("regression!nan1", "guard", final=1.0),
+        outcome("regression!decay", final=2.0),
+        outcome("regression!decay", "guard", final=2.0, reported=5),
+        outcome("regression!labels", final=2.0),
+        outcome("regression!labels", "guard", final=2.0),
+    ]
+    rows = {row.name: row for row in tables.goals(Results.of(outcomes))}
+    mean = "final loss to the clean run's, mean"
+    assert 1.0 == rows[f"damage, in heal with a probe with a clip, set: {mean}"].ours
+    poison = rows[f"poison with a clip, set: {mean}"]
+    assert (pytest.approx(1.2), False) == (poison.ours, poison.met)
+    assert 1.0 == rows[f"NaN with a clip, set: {mean}"].ours
+    paged = rows["damage above +10 %, set: paged in guard with a probe"]
+    assert (50.0, "regression!rate") == (paged.ours, paged.note)
+    reported = rows["slow ruin above +10 %, set: reported"]
+    assert (50.0, "regression!labels") == (reported.ours, reported.note)
+
+
+def test_faults_of_numbers_do_not_happen_to_tokens_and_kinds_on_ranks_have_a_run_of_their_own():
+    assert {"gpt-fast!shuffle12"} == {w for w in WORLDS if w.startswith("gpt-fast!")} & {
+        f"gpt-fast!{name}" for name in ("shuffle12", "const12", "x50-3", "nan1", "nan40")
+    }
+    asked = Asked(kinds=("all",), part="faults", seeds=(1,))
+    one, two = (
+        jobs_of(asked, quick=False),
+        jobs_of(dataclasses.replace(asked, ranks=2), quick=False),
+    )
+    assert not any(job.world.startswith("ranks-") for job in one)
+    assert two and all(job.world.startswith("ranks-") for job in two)
 
 
 def test_a_healthy_training_that_diverges_unwatched_is_left_out_with_its_seed_and_clip():

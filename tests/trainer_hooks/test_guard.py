@@ -115,6 +115,18 @@ def test_a_lowered_rate_is_seen_by_the_step_alone():
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
+def test_a_group_without_a_rate_is_stepped_as_it_is_while_rates_are_lowered():
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepped = []
+    optimizer.step = lambda: stepped.append([group.get("lr") for group in optimizer.param_groups])
+    optimizer.param_groups.append({"params": []})
+    _gradients(model)
+    _apply(OptimizerGuard(optimizer, None), bad=False, lr_factor=0.5)
+    assert [[0.05, None]] == stepped
+    assert [0.1, None] == [group.get("lr") for group in optimizer.param_groups]
+
+
 def test_running_statistics_of_a_bad_step_are_put_back_bit_for_bit():
     norm = nn.BatchNorm1d(3)
     shadow = BufferShadow(norm)

@@ -147,8 +147,10 @@ def test_a_loss_that_falls_to_nothing_at_once_is_told_once(to: float, noise: flo
         [2.0, 0.3] * 500,
         ([2.0] * 64 + [0.2] * 4) * 20,
         [2.0] * 400 + [0.2] * 8 + [2.0] * 400,
+        [2.0] * 400 + [-0.5] * 400,
+        [-2.0] * 400 + [-20.0] * 400,
     ],
-    ids=["half", "fast", "two kinds", "easy batches", "eight steps"],
+    ids=["half", "fast", "two kinds", "easy batches", "eight steps", "crosses 0", "below 0"],
 )
 def test_a_loss_that_falls_in_order_is_no_collapse(course: Sequence[float]) -> None:
     assert "loss_collapse" not in causes(noisy(course))
