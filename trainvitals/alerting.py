@@ -346,9 +346,9 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="LossCollapsed",
         severity="notify",
         point=True,
-        help="The loss fell to zero, or far below its usual values. If these were below a tenth of "
-        "the first losses, it is only logged.",
-        to_do="Check for label leakage, empty batches or a masked loss.",
+        help="The loss fell to zero, far below its usual values, or at each of many steps. If it was "
+        "below a tenth of the first losses before, a fall is only logged.",
+        to_do="Check for label leakage, empty or repeated batches, or a masked loss.",
     ),
     AlertSpec(
         name="GradientExplosion",

@@ -200,10 +200,11 @@ def loss_drift() -> list[Panel]:
 
 
 def loss_progress() -> list[Panel]:
-    """All progress lost; no progress; a collapse. A loss that has converged."""
+    """All progress lost; no progress; a collapse; a repeated batch. A loss that has converged."""
     learned = [2.0 + 5.0 * math.exp(-i / 60) for i in range(600)]
     lost = noisy(learned + [min(7.0, 2.0 + 0.03 * i) for i in range(400)], 0.05, 18)
     never, collapsed = noisy([6.9] * 700, 0.05, 19), noisy(learned + [0.1] * 200, 0.05, 20)
+    repeated = noisy(learned, 0.05, 22) + [2.0 * math.exp(-i / 80) for i in range(120)]
     converged = noisy([2.0 + 5.0 * max(0.0, 1 - i / 20) for i in range(900)], 0.05, 21)
     shown: dict[str, Any] = {"limit": False, "every": 4}
     return [
@@ -211,6 +212,7 @@ def loss_progress() -> list[Panel]:
         in_loop("a loss that never learns", losses(never), "loss_progress", **shown),
         in_loop("a collapse: leaking labels, or a masked loss", losses(collapsed),
                 "loss_progress", **shown),
+        in_loop("one batch again and again", losses(repeated), "loss_progress", **shown),
         in_loop("silent: converged within 20 steps", losses(converged), **shown),
     ]  # fmt: skip
 
@@ -330,7 +332,8 @@ ENTRIES = (
         needs="`loss`; a `learning_rate`, if present, shows when the warm-up ends. Only if the "
         "loss is minimized.",
         good="A run that lost 90 % of its improvement for 100 steps, that has not improved in 500 "
-        "steps, that is stuck after a restart, or whose loss suddenly drops below 30 %.",
+        "steps, that is stuck after a restart, whose loss suddenly drops below 30 %, or whose "
+        "loader repeats one batch.",
         bad="Fine-tuning that has nothing left to learn: reported once as not learning. A "
         "curriculum that switches to an easy task, or the recovery from a large optimizer spike, "
         "can look like a collapse. RL and GANs, whose loss shows no such progress: set "

@@ -213,3 +213,31 @@ def test_where_the_loss_is_not_minimized_progress_says_nothing(kind: Any) -> Non
 def test_settings_that_cannot_work_are_refused(setting: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         ProgressConfig(**setting)
+
+
+# --------------------------------------------------------------------------------- repetition
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_batch_that_is_repeated_is_told_once_with_its_first_step(seed: int) -> None:
+    repeated = [2.0 * math.exp(-i / 60.0) for i in range(60)]
+    course = noisy(learned(400), 0.05, seed) + repeated + noisy([2.0] * 200, 0.05, seed)
+    (finding,) = [f for f in findings(course) if f.cause == "repeated_batch"]
+    assert ("collapse", "advisory") == (finding.kind, finding.level)
+    assert 428 <= finding.step <= 448 and abs(finding.onset_step - 400) <= 3
+
+
+@pytest.mark.parametrize(
+    "course",
+    [
+        noisy(learned(400), 0.05) + [9.0 * math.exp(-i / 60.0) for i in range(80)],
+        [5.0 * math.exp(-i / 200.0) for i in range(600)],
+        [3.0 - 0.001 * i + 0.2 * math.sin(i / 20.0) for i in range(900)],
+        noisy(learned(4000), 0.01),
+    ],
+    ids=["after a jump", "full batches", "smoothed", "noise"],
+)
+def test_a_loss_that_falls_evenly_for_another_reason_is_no_repetition(
+    course: Sequence[float],
+) -> None:
+    assert "repeated_batch" not in causes(course)

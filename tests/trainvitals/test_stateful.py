@@ -168,7 +168,8 @@ IN_CHECKPOINTS = {
         "block begin blocks begins differences moves num lowest peaks wandered told known first"
     ),
     "loss_progress": (
-        "losses before suspended seen start first best lowest learning rate lost num_lost collapsed"
+        "losses before suspended seen start first best lowest learning rate lost num_lost "
+        "collapsed repeats"
     ),
     "outlier": "loss grad_norm suspended",
 }

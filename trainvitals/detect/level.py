@@ -13,7 +13,7 @@ needs 500 steps to learn how much the run varies.
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Annotated, Literal
 
@@ -286,6 +286,14 @@ def _estimate_loss_noise(losses: Iterable[float]) -> float:
     return finite[-1 - int(len(finite) * _EXCEEDED_BY)] / _SIGMA_OF_DIFFERENCES
 
 
+def _length_of_fall(losses: Sequence[float]) -> int:
+    """Return at how many steps in a row, up to the last one, the loss fell."""
+    num = 0
+    while num + 1 < len(losses) and losses[-num - 1] < losses[-num - 2]:
+        num += 1
+    return num
+
+
 def _severity_of_rise(level: float, best: float, first: float) -> Literal["", "log"]:
     """Return "log" for a loss that stays memorized, and "" for the detector's own severity."""
     return "log" if level < min(_MEMORIZED * first, _TENFOLD * best) else ""
@@ -518,6 +526,12 @@ _MOST_LOST = 2
 _BOTTOM = 16
 """Steps in a row that are far below, for a collapse."""
 _STEADY = 1.3
+_REPEATED = 32
+"""Steps in a row with a falling loss from which the loader is taken to repeat one batch."""
+_BY_CHANCE = 10
+"""Falls in a row that independent losses never reach: n of them have the chance 1 in (n + 1)!"""
+_BEFORE = 96
+"""Losses before such a row that must be known."""
 _TOO_WIDE = 1.0
 """Spread of the losses, as a share of the first ones, above which a median cannot show that nothing
 was learned: tasks of different scales that take turns."""
@@ -551,8 +565,9 @@ PROGRESS_DEFAULTS = ProgressConfig()
 class ProgressDetector(Detector):
     """Reports lost progress, a loss that never learns or is stuck, and a collapse.
 
-    A loss that never falls, that returns to its initial value, or that suddenly drops to almost
-    zero is a fault too, and no upper limit catches it.
+    A loss that never falls, that returns to its initial value, that suddenly drops to almost zero,
+    or that falls at every step because one batch is repeated is a fault too, and no upper limit
+    catches it.
 
     It checks every 16th step. It abstains on losses at or below zero, except for a collapse to
     exactly zero.
@@ -561,8 +576,9 @@ class ProgressDetector(Detector):
     name = "loss_progress"
     STATE = (
         "_losses", "_before", "_suspended", "_seen", "_start", "_first", "_best", "_lowest",
-        "_learning", "_rate", "_lost", "_num_lost", "_collapsed",
+        "_learning", "_rate", "_lost", "_num_lost", "_collapsed", "_repeats",
     )  # fmt: skip
+    MAY_LACK = True  # checkpoints of earlier versions lack "repeats"
 
     def __init__(self, config: ProgressConfig | None = None) -> None:
         self._config = config or PROGRESS_DEFAULTS
@@ -586,6 +602,8 @@ class ProgressDetector(Detector):
         self._lost, self._num_lost = False, 0
         self._collapsed: float | None = None
         """Loss before the collapse; the collapse ends at half of it."""
+        self._repeats = False
+        """Whether a repeated batch was reported, and the loss still falls at every step."""
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
         """Judge the progress of the loss after one step; return the findings about it."""
@@ -604,7 +622,7 @@ class ProgressDetector(Detector):
                 return ()
             self._first = sorted(list(self._losses)[:_FIRST])[_FIRST >> 1]
         losses = list(self._losses)
-        findings = self._collapse_findings(record, losses)
+        findings = self._collapse_findings(record, losses) + self._repeat_findings(record, losses)
         if self._first > 0.0 and len(losses) == _KEPT:
             findings += self._lost_progress_findings(record, losses, self._first)
         if self._learning >= self._config.learn_steps and self._seen % 64 == 0:
@@ -687,6 +705,34 @@ class ProgressDetector(Detector):
             record.step, reason, kind="collapse", cause="loss_collapse", value=value,
             limit=self._config.collapse * newer, severity="log" if is_memorized else "",
             onset_step=max(record.step - 2 * _BOTTOM + 1, 0),
+        )  # fmt: skip
+
+    # ----------------------------------------------------------------------------- repetition
+
+    def _repeat_findings(self, record: StepRecord, losses: list[float]) -> tuple[Finding, ...]:
+        """Report a loss that falls at every step: the loader delivers one batch again and again.
+
+        It began within the range of the losses before: a loss that falls back from a jump, or from
+        its start, may fall as evenly.
+        """
+        row = _length_of_fall(losses)
+        if row < _REPEATED:
+            self._repeats = False
+            return ()
+        before = losses[: -row - 1]
+        if self._repeats or len(before) < _BEFORE:
+            return ()
+        longest = max(_length_of_fall(before[:end]) for end in range(1, len(before) + 1))
+        if longest >= _BY_CHANCE or losses[-row - 1] > max(before[-_LEVEL:]):
+            return ()
+        self._repeats = True
+        reason = (
+            f"the loss fell at each of the last {row} steps, and before that at no more than "
+            f"{longest} in a row: check whether the loader repeats one batch"
+        )
+        return self._report(
+            record.step, reason, kind="collapse", cause="repeated_batch", value=losses[-1],
+            limit=losses[-row - 1], onset_step=max(record.step - row, 0),
         )  # fmt: skip
 
     # ---------------------------------------------------------------------- never learned
