@@ -346,8 +346,8 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="LossCollapsed",
         severity="notify",
         point=True,
-        help="The loss fell to zero, far below its usual values, or at each of many steps. If it was "
-        "below a tenth of the first losses before, a fall is only logged.",
+        help="The loss fell to zero, far below its usual values, or at each of many steps. A fall "
+        "from below a tenth of the first losses is only logged.",
         to_do="Check for label leakage, empty or repeated batches, or a masked loss.",
     ),
     AlertSpec(

@@ -223,6 +223,8 @@ def test_the_goals_of_faults_are_by_their_course_and_clip():
         outcome("regression!flip", "heal+probe", final=1.0, rollbacks=[(9, 1, "state_damaged")]),
         outcome("regression!rate", final=2.0),
         outcome("regression!rate", "guard+probe", final=2.0),
+        outcome("regression!gradient-x1000", final=2.0),
+        outcome("regression!gradient-x1000", "guard+probe", withheld=1),
         outcome("regression!shuffle12", "guard", final=1.2),
         outcome("regression!nan1", "guard", final=1.0),
         outcome("regression!decay", final=2.0),

@@ -219,6 +219,13 @@ def test_settings_that_cannot_work_are_refused(setting: dict[str, Any], word: st
 
 
 @pytest.mark.parametrize("seed", range(4))
+def test_a_memorized_set_that_falls_evenly_is_only_logged(seed: int) -> None:
+    course = noisy(learned(400) + [0.5] * 200, 0.05, seed) + [0.5 * 0.99**i for i in range(60)]
+    made = [f for f in findings(course) if f.cause == "repeated_batch"]
+    assert ["log"] == [finding.severity for finding in made]
+
+
+@pytest.mark.parametrize("seed", range(4))
 def test_a_batch_that_is_repeated_is_told_once_with_its_first_step(seed: int) -> None:
     repeated = [2.0 * math.exp(-i / 60.0) for i in range(60)]
     course = noisy(learned(400), 0.05, seed) + repeated + noisy([2.0] * 200, 0.05, seed)

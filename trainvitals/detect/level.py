@@ -695,7 +695,6 @@ class ProgressDetector(Detector):
         if top > 0.5 * self._lowest or min(newest) < 0.0:
             return ()
         self._collapsed = newer
-        is_memorized = self._first is not None and newer < _MEMORIZED * self._first
         value = sorted(newest)[_BOTTOM >> 1]
         reason = (
             f"the loss collapsed: from {newer:.4g} to {value:.4g} within {2 * _BOTTOM} steps; "
@@ -703,9 +702,14 @@ class ProgressDetector(Detector):
         )
         return self._report(
             record.step, reason, kind="collapse", cause="loss_collapse", value=value,
-            limit=self._config.collapse * newer, severity="log" if is_memorized else "",
+            limit=self._config.collapse * newer, severity=self._severity_below(newer),
             onset_step=max(record.step - 2 * _BOTTOM + 1, 0),
         )  # fmt: skip
+
+    def _severity_below(self, loss: float) -> Literal["", "log"]:
+        """Return "log" if a fall began at this loss on memorized data, and "" otherwise."""
+        is_memorized = self._first is not None and loss < _MEMORIZED * self._first
+        return "log" if is_memorized else ""
 
     # ----------------------------------------------------------------------------- repetition
 
@@ -723,7 +727,7 @@ class ProgressDetector(Detector):
         if self._repeats or len(before) < _BEFORE:
             return ()
         longest = max(_length_of_fall(before[:end]) for end in range(1, len(before) + 1))
-        if longest >= _BY_CHANCE or losses[-row - 1] > max(before[-_LEVEL:]):
+        if longest >= _BY_CHANCE or losses[-row] > max(before[-_LEVEL:]):
             return ()
         self._repeats = True
         reason = (
@@ -732,7 +736,8 @@ class ProgressDetector(Detector):
         )
         return self._report(
             record.step, reason, kind="collapse", cause="repeated_batch", value=losses[-1],
-            limit=losses[-row - 1], onset_step=max(record.step - row, 0),
+            limit=losses[-row - 1], severity=self._severity_below(losses[-row - 1]),
+            onset_step=max(record.step - row, 0),
         )  # fmt: skip
 
     # ---------------------------------------------------------------------- never learned

@@ -325,6 +325,8 @@ def _report_goals(results: Results, half: str) -> Iterator[Row]:
     """Yield how much of what costs more than a tenth of the final loss is paged and reported."""
     costly = [o for o in results.watched() if results.costs(o) > _COSTLY]
     paging = [o for o in costly if WORLDS[o.world].course == "damage" and "guard+" in o.policy]
+    # What was withheld or clipped did no damage.
+    paging = [o for o in paging if (results.ratio(o) or 1.0) > _COSTLY]
     if paging:
         silent = [o for o in paging if not o.pages]
         name = f"damage above +10 %, {half}: paged in guard with a probe"
