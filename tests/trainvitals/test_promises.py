@@ -117,8 +117,13 @@ def test_from_weights_that_do_not_read_damaged_nothing_more_is_withheld(clips, r
     assert "rollback" not in {made.action for made in played.decisions}
 
 
-@pytest.mark.parametrize(("ratio", "back"), [(6.0, []), (1e24, ["rollback"])])
-def test_long_after_an_onset_only_an_absurd_reading_is_evidence(ratio, back):
+@pytest.mark.parametrize(("ratio", "back"), [
+    (6.0, []),
+    (100.0, ["rollback"]),  # the latest steps read as badly
+    (400.0, []),
+    (1e24, ["rollback"]),
+])  # fmt: skip
+def test_long_after_an_onset_evidence_is_absurd_or_what_the_latest_steps_show_too(ratio, back):
     """A rise that is seen in the level alone: what reads worse by then may be forgotten."""
     answers = iter([1.0] + [ratio] * 9)
     records = [*START, *[NEAR] * 300, *[FAR] * 400]

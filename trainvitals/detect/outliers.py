@@ -31,6 +31,8 @@ from trainvitals.units import humanize_count, name_ranks
 
 SIGMA_PER_MAD = 1.4826
 """Standard deviations per median absolute deviation for normal samples."""
+_RECENT = 8
+"""Steps that the recent value of a metric is the median of."""
 
 
 class RobustWindow(StatefulRow):
@@ -405,15 +407,18 @@ class OutlierRule(Detector):
         loss = self._loss.limit() if self._judges_loss else None
         return Limits(loss, self._grad_norm.limit())
 
-    def loss_statistics(self) -> tuple[float, float, float, float]:
-        """Return the loss's median, robust deviation, first size in the run, and smallest value.
+    def loss_statistics(self) -> tuple[float, float, float, float, float]:
+        """Return the loss's median, robust deviation, first size, smallest and recent value.
 
-        All 0 before there is one.
+        The first size is that of the run, the recent value the median of the last eight steps. All
+        are 0 before there is one.
         """
         window, first = self._loss.window, abs(self._loss.first_value())
         if not len(window):
-            return 0.0, 0.0, first, 0.0
-        return window.median(), SIGMA_PER_MAD * window.mad(), first, window.smallest
+            return 0.0, 0.0, first, 0.0, 0.0
+        recent = sorted(window.values()[-_RECENT:])
+        middle = recent[len(recent) >> 1]
+        return window.median(), SIGMA_PER_MAD * window.mad(), first, window.smallest, middle
 
     def rebaseline(self, steps: int = 0) -> None:
         """Discard the reference for outliers, and have no limit for the next ``steps`` steps."""

@@ -12,7 +12,7 @@ and never halts a run.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from msgspec.structs import replace
@@ -58,6 +58,8 @@ from trainvitals.policy.state import (
 from trainvitals.records import Finding, StateRead, StepRecord
 from trainvitals.units import humanize_count
 
+Rule = Callable[..., PolicyResult]
+"""Decides from the state, the context and evidence."""
 _LEVEL_STEPS = 8
 _LEVEL_NOISE = 1.5
 _LEVEL_LEAST = 0.05
@@ -104,10 +106,9 @@ def decide(
     if record.replicas_differ or record.settings_differ:
         result = _check_replicas(result, context)
     if is_approved and not _ends_attempt(result):
-        result = _add_rule_result(result, roll_back_approved(state_without_entry(result), context))
+        result = _apply_rule(result, context, roll_back_approved)
     if context.inputs.collapse is not None and not _ends_attempt(result):
-        done = _halt_collapsed(state_without_entry(result), context, context.inputs.collapse)
-        result = _add_rule_result(result, done)
+        result = _apply_rule(result, context, _halt_collapsed, context.inputs.collapse)
     if command is None or command.number <= state.facts.last_command:
         return result
     return execute_command(result, state, command, context)
@@ -363,9 +364,7 @@ def _probe_findings(
         rule="state_damaged", kind="state", onset_step=onset, finding=finding, is_finite=True,
         reason=f"{what}; {describe_damage(read)}",
     )  # fmt: skip
-    return _add_rule_result(
-        result, _act_on_finite_evidence(state_without_entry(result), context, plan)
-    )
+    return _apply_rule(result, context, _act_on_finite_evidence, plan)
 
 
 # ------------------------------------------------------------------------- learning-rate jumps
@@ -451,9 +450,7 @@ def _check_snapshots(result: PolicyResult, context: DecisionContext) -> PolicyRe
         value=value,
     )  # fmt: skip
     result = _mark_unhealthy(result, record.step)
-    return _add_rule_result(
-        result, _act_on_nonfinite_state(state_without_entry(result), context, finding)
-    )
+    return _apply_rule(result, context, _act_on_nonfinite_state, finding)
 
 
 def _ends_attempt(result: PolicyResult) -> bool:
@@ -461,11 +458,11 @@ def _ends_attempt(result: PolicyResult) -> bool:
     return result.decision is not None and result.decision.action in ("rollback", "halt")
 
 
-def _add_rule_result(result: PolicyResult, done: PolicyResult) -> PolicyResult:
-    """Return ``result`` with a rule's result about the state: at most one entry per step.
-
-    ``done`` is the result of that rule for ``state_without_entry(result)``.
-    """
+def _apply_rule(
+    result: PolicyResult, context: DecisionContext, rule: Rule, *evidence: Any
+) -> PolicyResult:
+    """Return ``result`` with that of a rule about the state: at most one entry per step."""
+    done = rule(state_without_entry(result), context, *evidence)
     if done.decision is None:
         facts = replace(done.state.facts, ledger_seq=result.state.facts.ledger_seq)
         state = replace(done.state, facts=facts)
@@ -494,9 +491,7 @@ def _check_replicas(result: PolicyResult, context: DecisionContext) -> PolicyRes
         "replicas", record.step, reason, kind="replica_corrupted", level="actionable", rank=rank
     )
     result = _mark_unhealthy(result, record.step)
-    return _add_rule_result(
-        result, _act_on_differing_replicas(state_without_entry(result), context, finding)
-    )
+    return _apply_rule(result, context, _act_on_differing_replicas, finding)
 
 
 def _mark_unhealthy(result: PolicyResult, step: int) -> PolicyResult:
@@ -553,9 +548,7 @@ def _check_evaluation(
         rule="evaluation", kind="state", onset_step=onset, reason=reason, finding=finding,
         is_finite=True,
     )  # fmt: skip
-    return _add_rule_result(
-        result, _act_on_finite_evidence(state_without_entry(result), context, plan)
-    )
+    return _apply_rule(result, context, _act_on_finite_evidence, plan)
 
 
 # ------------------------------------------------------------------------------------- rollbacks

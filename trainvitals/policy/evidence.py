@@ -88,6 +88,8 @@ class LossTrend(NamedTuple):
     first: float
     lowest: float = 0.0
     """The smallest of the losses that the level is the median of."""
+    recent: float = 0.0
+    """The median of the last eight losses."""
 
 
 class DecisionContext(NamedTuple):
@@ -111,19 +113,15 @@ class DecisionContext(NamedTuple):
 MIN_BATCHES = 3
 NO_READING = ProbeResult(num_batches=0, then=math.nan, now=math.nan, detail="no probe")
 
-_WITHHELD = "the state is healthy, so the updates were withheld and nothing was rolled back"
 NONFINITE_GRADIENT = "the gradient on a kept batch is not finite"
 _WORSE = "the state got worse on these batches, but not enough to prove damage"
 _MEANINGS_OF_STATE: dict[tuple[str, str], str] = {
     ("spike", "sound"): "the state is healthy, so no update is withheld",
-    ("row", "sound"): _WITHHELD,
-    ("nonfinite", "sound"): _WITHHELD.replace("withheld", "skipped"),
-    ("lr_jump", "sound"): "the state is healthy, so the learning rate was not changed",
+    ("nonfinite", "sound"): "the state is healthy, so updates are skipped, and nothing rolled back",
     ("level", "state"): "the state got worse on these batches",
     ("spike", "worse"): f"{_WORSE}; no update is withheld",
-    ("row", "worse"): f"{_WORSE}; the next outliers in a row are applied, not withheld",
 }
-"""By trigger and verdict. Older versions used the triggers ``row`` and ``lr_jump`` too."""
+"""By trigger and verdict."""
 _MEANINGS = {"sound": "the state is healthy", "state": "the state is damaged", "worse": _WORSE}
 
 
@@ -166,6 +164,9 @@ _MIN_UNDONE_RATIO = 1.25
 _MIN_UNDONE = 0.1
 """Share of the progress below which no multiple of the loss counts: on memorized data one large
 step raises the loss 2 to 3.5 times, and it soon recovers."""
+_LOST, _AS_BAD = 0.75, 0.8
+"""Share of the progress lost on earlier batches, and share of that rise in the latest losses, which
+exclude forgetting: it shows at most 0.6 of the rise."""
 _UNCLIPPED = 1.5
 """Multiple of the share of lost progress without a clip: healthy states spike higher there."""
 _ONSET_TOLERANCE = 8
@@ -179,7 +180,7 @@ def run_probe(
     config, probe, clips = context.config, context.inputs.probe, context.record.clips
     if probe is None:
         return None
-    _, _, first, lowest = context.loss_trend()
+    _, _, first, lowest, _ = context.loss_trend()
     floor = config.state_floor * first
     reading = probe(Ask(trigger=trigger, step=context.record.step, onset_step=onset, floor=floor))
     ratio = reading.ratio(floor)
@@ -194,12 +195,11 @@ def run_probe(
         max_undone = config.state_progress * (1.0 if clips else _UNCLIPPED)
         is_undone = undone > max_undone and ratio > _MIN_UNDONE_RATIO
         # Without a clip one update on new data can undo enough progress to read as damage.
-        min_undone = _MIN_UNDONE if clips else max_undone
+        min_undone = _MIN_UNDONE if clips or is_near_jump(state, onset, context) else max_undone
         is_far = ratio > max_healthy_ratio(state, onset, context)
         is_far = is_far and (gain <= 0.0 or undone > min_undone)
         is_damaged = math.isinf(ratio) or is_far or is_undone
-        is_worse = ratio > config.state_ratio
-        verdict = "state" if is_damaged else "worse" if is_worse else "sound"
+        verdict = "state" if is_damaged else "worse" if ratio > config.state_ratio else "sound"
     return StateRead(
         trigger=trigger,
         onset_step=onset,
@@ -234,13 +234,20 @@ def proves_damage(
     """Return whether the reading is evidence of damage; forgetting would prove nothing.
 
     Earlier batches read worse after updates on new data. A few updates do not cause forgetting, and
-    forgetting never leads to absurd losses or to non-finite gradients.
+    forgetting never leads to absurd losses or to non-finite gradients. A run that forgot has
+    learned the new data meanwhile, so its latest steps read better than the earlier batches.
     """
     now = math.inf if read.now is None or not math.isfinite(read.now) else read.now
-    if math.isinf(read.ratio or 0.0) or now > _ABSURD * context.loss_trend().first:
+    trend, then, step = context.loss_trend(), read.then or 0.0, context.record.step
+    if math.isinf(read.ratio or 0.0) or now > _ABSURD * trend.first:
         return True
-    is_fresh = since >= 0 and context.record.step - since <= _FRESH_STEPS
-    return is_fresh or is_near_jump(state, read.onset_step, context)
+    rise = now - then
+    is_lost = rise > max(_LOST * (trend.first - then), 0.0)
+    is_late = step - read.onset_step >= 2 * _FRESH_STEPS
+    share = (trend.recent - then) / rise if is_lost and is_late else 0.0
+    if _AS_BAD <= share <= 1.0 / _AS_BAD or 0 <= since >= step - _FRESH_STEPS:
+        return True
+    return is_near_jump(state, read.onset_step, context)
 
 
 def describe_damage(read: StateRead) -> str:
