@@ -29,17 +29,17 @@ class Schedule:
         return self.cosine(step) * (TIMES if jumped else 1.0)
 
 
-def trained(schedule: Schedule, *, checkpoints=(0, 300), ratio=9.0) -> Played:
+def trained(schedule: Schedule, *, checkpoints=(0, 300), ratio=9.0, start=2.0, **loop) -> Played:
     """Train by a schedule; where the applied rate is many times the cosine's, losses explode."""
 
     def made(step: int) -> StepRecord:
         rate = schedule.asked(step)
         factor = played.judge.lr_factor_at(step, rate)
         explodes = rate * factor > 5.0 * schedule.cosine(step) and step >= JUMP + 2
-        loss = (50.0 if explodes else 2.0) * (1.0 + 0.01 * (step % 7))
+        loss = (50.0 if explodes else start if step < WARM_UP else 2.0) * (1.0 + 0.01 * (step % 7))
         return StepRecord(step=step, attempt=1, loss=loss, grad_norm=1.0, learning_rate=rate)
 
-    played = Played(made, checkpoints=checkpoints, probe=reads(ratio))
+    played = Played(made, checkpoints=checkpoints, probe=reads(ratio), **loop)
     return played.run(STEPS)
 
 
@@ -54,6 +54,13 @@ def test_the_earlier_rate_is_held_from_the_jump_until_the_schedule_asks_for_an_o
         expected = held if JUMP <= step < schedule.until else schedule.asked(step)
         assert pytest.approx(expected) == rate, step
     assert ["lr_jump"] == [f.cause for f in played.told if f.kind == "lr_jump"]  # not once more
+
+
+@pytest.mark.parametrize("clips", [True, False], ids=["clips", "does not clip"])
+def test_half_of_the_progress_is_enough_right_after_a_jump_with_and_without_a_clip(clips):
+    played = trained(Schedule(), ratio=3.0, start=10.0, clips=clips)
+    (back,) = [made for made in played.decisions if made.action == "rollback"]
+    assert ("lr_jump", 300) == (back.rule, back.rollback_to_step)
 
 
 def test_the_hold_ends_where_the_schedule_has_come_down_below_three_times_what_is_held():
