@@ -234,10 +234,10 @@ def test_the_goals_of_faults_are_by_their_course_and_clip():
     ]
     rows = {row.name: row for row in tables.goals(Results.of(outcomes))}
     mean = "final loss to the clean run's, mean"
-    assert 1.0 == rows[f"damage, in heal with a probe with a clip, set: {mean}"].ours
-    poison = rows[f"poison with a clip, set: {mean}"]
+    assert 1.0 == rows[f"damage with a clip, heal+probe, set: {mean}"].ours
+    poison = rows[f"poison with a clip, guard, set: {mean}"]
     assert (pytest.approx(1.2), False) == (poison.ours, poison.met)
-    assert 1.0 == rows[f"NaN with a clip, set: {mean}"].ours
+    assert 1.0 == rows[f"NaN with a clip, guard, set: {mean}"].ours
     paged = rows["damage above +10 %, set: paged in guard with a probe"]
     assert (50.0, "regression!rate") == (paged.ours, paged.note)
     reported = rows["slow ruin above +10 %, set: reported"]

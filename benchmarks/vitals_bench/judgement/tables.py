@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from vitals_bench.judgement.faults import Course
 from vitals_bench.judgement.jobs import KIND_CLIPS, Job, key_of
-from vitals_bench.judgement.run import Clip, Outcome
+from vitals_bench.judgement.run import Clip, Outcome, Policy
 from vitals_bench.judgement.worlds import WORLDS, Label
 from vitals_bench.rows import Cell, Goal, Grid, Row, at_least, at_most, exactly
 
@@ -196,6 +197,14 @@ _FAULTY: tuple[Label, ...] = ("poisoned", "damaged")
 _WITH_CLIPS: Mapping[Clip, str] = {
     1.0: "with a clip", "auto": "with an automatic clip", None: "without a clip"
 }  # fmt: skip
+_GOALS_OF_FAULTS: tuple[tuple[Course, Policy, Goal], ...] = (
+    ("NaN", "guard", at_most(1.02)),
+    ("NaN", "heal+probe", at_most(1.02)),
+    ("poison", "guard", at_most(1.10)),
+    ("poison", "heal+probe", at_most(1.10)),
+    ("damage", "heal+probe", at_most(1.05)),
+)
+"""Faults and policies whose geometric mean of final losses has a goal."""
 _COSTLY = 1.10
 """Final loss to the clean run's from which a fault must be reported."""
 _CLIPS: Mapping[Clip, str] = {1.0: "yes", None: "no", "auto": "auto"}
@@ -297,19 +306,18 @@ def _healthy_goals(results: Results, half: str) -> Iterator[Row]:
 
 def _faulty_goals(results: Results, half: str) -> Iterator[Row]:
     faulty = [o for label in _FAULTY for o in results.watched(label)]
-    for clip, with_clip in _WITH_CLIPS.items():
-        here = [o for o in faulty if o.clip == clip]
-        for name, course, policies, goal in (
-            ("NaN", "NaN", ("guard", "heal+probe"), at_most(1.02)),
-            ("poison", "poison", ("guard", "heal+probe"), at_most(1.10)),
-            ("damage, in heal with a probe", "damage", ("heal+probe",), at_most(1.05)),
-        ):
+    for course, policy, goal in _GOALS_OF_FAULTS:
+        for clip, with_clip in _WITH_CLIPS.items():
             outcomes = [
-                o for o in here if WORLDS[o.world].course == course and o.policy in policies
+                o
+                for o in faulty
+                if (WORLDS[o.world].course, o.policy, o.clip) == (course, policy, clip)
             ]
             ratios = [ratio for o in outcomes if (ratio := results.ratio(o)) is not None]
             if ratios:
-                text = f"{name} {with_clip}, {half}: final loss to the clean run's, mean"
+                text = (
+                    f"{course} {with_clip}, {policy}, {half}: final loss to the clean run's, mean"
+                )
                 yield _row(text, math.exp(_mean_log(ratios)), "", goal, _worst(results, outcomes))
     yield from _report_goals(results, half)
     harmful = [o for o in results.watched("damaged") if results.is_harmful(o)]
