@@ -12,6 +12,8 @@ from pathlib import Path
 
 CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu", "--hide-scrollbars")
 WAIT_MS = 60_000
+DRAWN = "figure, [data-testid=stEChartsChart], [data-testid=stDataFrame], .st-key-notice"
+"""What a page shows once it is there."""
 SETTLE_MS = 1_500
 """Time for the last chart to be drawn after the first one is there."""
 
@@ -38,10 +40,8 @@ def take(
                 color_scheme="dark" if theme == "dark" else "light",
             )
             page.goto(address, timeout=WAIT_MS)
-            page.wait_for_selector(
-                "figure, [data-testid=stEChartsChart], [data-testid=stDataFrame], .st-key-notice",
-                timeout=WAIT_MS,
-            )
+            # On a phone the Fleet page hides its wide table and shows a narrow one.
+            page.wait_for_selector(f"{DRAWN} >> visible=true", timeout=WAIT_MS)
             page.wait_for_selector("[data-testid=stSkeleton]", state="detached", timeout=WAIT_MS)
             page.wait_for_timeout(SETTLE_MS)
             if full_page:
