@@ -7,7 +7,12 @@ import pytest
 from tests.trainvitals.played import reads
 from tests.trainvitals.policy_run import Run
 from trainvitals.alerting import alerts_for_finding
-from trainvitals.policy.evidence import NONFINITE_GRADIENT, ProbeResult, describe_reading
+from trainvitals.policy.evidence import (
+    NONFINITE_GRADIENT,
+    LossTrend,
+    ProbeResult,
+    describe_reading,
+)
 from trainvitals.policy.state import DurablePolicyState, lr_factor_at, max_row
 
 
@@ -106,12 +111,24 @@ def test_what_reads_worse_soon_after_an_earlier_question_may_be_forgetting_too()
     ratios = iter([1.0, 6.5, 9.0, 9.0])
     run = Run(probe=lambda ask: reads(next(ratios))(ask))
     assert {"skip_step"} == {d.action for d in run.feed("outlier")}
-    for pause in (16, 32):
-        run.feed(*("ok",) * pause)
-        assert {"skip_step"} == {d.action for d in run.feed("outlier")}
+    run.feed(*("ok",) * 16)
+    assert {"skip_step"} == {d.action for d in run.feed("outlier")}
+    assert [] == run.feed(*("ok",) * 32)  # it asks once more by itself
     assert ["sound", "state", "state"] == [read.verdict for read in run.readings]
     run.feed(*("ok",) * 100)
     assert "rollback" == run.feed("outlier")[-1].action
+
+
+@pytest.mark.parametrize(("recent", "is_damage"), [(18.0, True), (16.0, True), (9.0, False)])
+def test_what_the_latest_steps_show_as_well_is_damage_and_not_forgetting(recent, is_damage):
+    """The first question comes too late to tell them apart; another one follows by itself."""
+    run = Run(probe=reads(9.0), finding="divergence", onset=-12)
+    run.trend = LossTrend(2.0, 0.1, 3.0, 0.0, recent)
+    assert [] == run.feed("reported")
+    made = run.feed(*("ok",) * 40)
+    assert ["state", "state"] == [read.verdict for read in run.readings]
+    assert [run.readings[0].onset_step] * 2 == [read.onset_step for read in run.readings]
+    assert (["rollback"] if is_damage else []) == [d.action for d in made]
 
 
 def test_losses_below_zero_have_no_ratio():

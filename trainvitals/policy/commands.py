@@ -108,7 +108,7 @@ def _apply_command(
         facts = replace(facts, waiting=veto_rollback(facts, facts.waiting, context.config))
     if command.action in ("lr", "lr_factor"):  # the command announces the jump: it is intended
         until = max(state.announced_until, first + context.config.lr_jump_steps)
-        state = replace(state, announced_until=until, lr_jump=None)
+        state = replace(state, announced_until=until, lr_jump=None, suspected=-1)
     result = result._replace(state=replace(state, facts=facts))
     return _acknowledge_command(result, command, "done", detail, context)
 
@@ -146,6 +146,7 @@ def _accept_level(
         facts=replace(facts, blamed=blamed, accepted=accepted),
         row=(),
         accepted_at=context.record.step,
+        suspected=-1,
     )
     done = log_decision(
         state, context, None, action="accept_level", reason=text, rule="operator_accepted",

@@ -31,6 +31,7 @@ from trainvitals.policy.actions import (
 from trainvitals.policy.approval import decide_rollback, expire_approval, roll_back_approved
 from trainvitals.policy.commands import execute_command
 from trainvitals.policy.evidence import (
+    LATE_STEPS,
     DecisionContext,
     Trigger,
     damage_finding,
@@ -58,8 +59,6 @@ from trainvitals.policy.state import (
 from trainvitals.records import Finding, StateRead, StepRecord
 from trainvitals.units import humanize_count
 
-Rule = Callable[..., PolicyResult]
-"""Decides from the state, the context and evidence."""
 _LEVEL_STEPS = 8
 _LEVEL_NOISE = 1.5
 _LEVEL_LEAST = 0.05
@@ -83,11 +82,6 @@ def decide(
 
     At most one decision per step. After a halt, and until a decided rollback was reported done,
     there are no decisions.
-
-    Args:
-        state: state that the last call returned.
-        findings: findings of the detectors about the step.
-        context: the step, with all data that decides about it.
     """
     record, command = context.record, context.inputs.command
     if state.rolling_back or (state.facts.halted and context.mode != "observe"):
@@ -321,19 +315,23 @@ def _probe_findings(
 ) -> PolicyResult:
     """Query the probe about reported findings; damage is evidence for an action."""
     state, config, step = result.state, context.config, context.record.step
-    if not findings and state.lr_jump is None:
+    jump, suspected = state.lr_jump, state.suspected
+    if not findings and jump is None and suspected < 0:
         return result
     if any(finding.kind == "divergence" for finding in findings):
         # Not a bad step, but no state saved since then is proven healthy by it.
         state = replace(state, last_unhealthy_step=step)
-    state = _collect_losses(state, context)
+    if jump is not None and step - jump.step > config.lr_jump_steps + _LEVEL_STEPS:
+        state = replace(state, lr_jump=None)
     result = result._replace(state=state)
     reported = [f for f in findings if f.kind in _SPIKES]
     trigger: Trigger = "spike" if reported else "level"
     reported = reported or [f for f in findings if f.kind in _LEVELS]
     onsets = [f.onset_step if f.onset_step >= 0 else f.step for f in reported]
-    if not onsets and _has_loss_risen(state, config):
+    if not onsets and _has_loss_risen(state.lr_jump, context):
         onsets = [step - _LEVEL_STEPS]
+    if suspected >= 0 and step - suspected >= LATE_STEPS:
+        onsets, trigger = [suspected], "level"
     if not onsets or context.inputs.probe is None or context.loss_kind != "minimize":
         return result
     onset, clock = min(onsets), state.facts.clock
@@ -355,11 +353,15 @@ def _probe_findings(
     state = replace(state, asked=(*times, clock))
     if read.verdict != "abstained":
         state = replace(state, passes_until=clock + config.ask_pause)
+    is_bad = read.verdict == "state"
+    is_proven = is_bad and proves_damage(read, since, state, context)
+    is_suspected = is_bad and not is_proven and step - onset < LATE_STEPS
+    state = replace(state, suspected=onset if is_suspected else -1)
     result = result._replace(state=state, readings=(*result.readings, read))
-    if read.verdict != "state" or not proves_damage(read, since, state, context):
+    if not is_proven:
         return result
     finding = damage_finding(read, max_healthy_ratio(state, onset, context), context)
-    what = reported[0].reason if reported else "the loss rose after a jump of the learning rate"
+    what = reported[0].reason if reported else "the loss rose and stays high"
     plan = RollbackPlan(
         rule="state_damaged", kind="state", onset_step=onset, finding=finding, is_finite=True,
         reason=f"{what}; {describe_damage(read)}",
@@ -370,27 +372,14 @@ def _probe_findings(
 # ------------------------------------------------------------------------- learning-rate jumps
 
 
-def _collect_losses(state: PolicyState, context: DecisionContext) -> PolicyState:
-    """Collect losses after a jump of the rate, as evidence while damage is attributed to it."""
-    jump, loss = state.lr_jump, context.record.loss
-    if jump is None:
-        return state
-    if context.record.step - jump.step > context.config.lr_jump_steps + _LEVEL_STEPS:
-        return replace(state, lr_jump=None, losses=())
-    if loss is None or not math.isfinite(loss):
-        return state
-    return replace(state, losses=(*state.losses, loss)[-_LEVEL_STEPS:])
-
-
-def _has_loss_risen(state: PolicyState, config: PolicyConfig) -> bool:
+def _has_loss_risen(jump: LrJump | None, context: DecisionContext) -> bool:
     """Return whether the latest losses after a jump have lost a large part of the progress."""
-    jump, losses = state.lr_jump, state.losses
-    if jump is None or len(losses) < _LEVEL_STEPS:
+    if jump is None or context.record.step - jump.step < _LEVEL_STEPS:
         return False
-    rise = sorted(losses)[_LEVEL_STEPS // 2] - jump.level
+    rise = context.loss_trend().recent - jump.level
     gain = max(jump.first - jump.level, 0.0)
-    least = (config.level_rise * gain, _LEVEL_NOISE * jump.noise, _LEVEL_LEAST * jump.first)
-    return rise > max(least)
+    least = (context.config.level_rise * gain, _LEVEL_NOISE * jump.noise)
+    return rise > max(*least, _LEVEL_LEAST * jump.first)
 
 
 def is_lr_jump(record: StepRecord, last: float, config: PolicyConfig) -> bool:
@@ -427,7 +416,7 @@ def _report_lr_jump(
     finding = make_finding(
         "learning_rate", record.step, reason, kind="lr_jump", limit=limit, value=rate
     )
-    state = replace(state, lr_jump=jump, losses=())
+    state = replace(state, lr_jump=jump)
     return result._replace(state=state, findings=(*result.findings, finding))
 
 
@@ -459,10 +448,10 @@ def _ends_attempt(result: PolicyResult) -> bool:
 
 
 def _apply_rule(
-    result: PolicyResult, context: DecisionContext, rule: Rule, *evidence: Any
+    result: PolicyResult, context: DecisionContext, rule: Callable[..., PolicyResult], *seen: Any
 ) -> PolicyResult:
     """Return ``result`` with that of a rule about the state: at most one entry per step."""
-    done = rule(state_without_entry(result), context, *evidence)
+    done = rule(state_without_entry(result), context, *seen)
     if done.decision is None:
         facts = replace(done.state.facts, ledger_seq=result.state.facts.ledger_seq)
         state = replace(done.state, facts=facts)

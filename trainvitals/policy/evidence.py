@@ -159,14 +159,16 @@ _ABSURD = 1e5
 """Multiple of the run's first losses above which a reading can only mean a damaged state."""
 _FRESH_STEPS = 8
 """Steps after the first report in which a worse reading is damage; later it can be forgetting."""
+LATE_STEPS = 32
+"""Steps after an onset in which a run learns new data better than it remembers what it forgot."""
 _MIN_UNDONE_RATIO = 1.25
 """Minimum ratio at which lost progress counts as damage."""
 _MIN_UNDONE = 0.1
 """Share of the progress below which no multiple of the loss counts: on memorized data one large
 step raises the loss 2 to 3.5 times, and it soon recovers."""
-_LOST, _AS_BAD = 0.75, 0.8
+_LOST, _AS_BAD = 0.25, 0.8
 """Share of the progress lost on earlier batches, and share of that rise in the latest losses, which
-exclude forgetting: it shows at most 0.6 of the rise."""
+exclude forgetting: it shows at most 0.4 of the rise."""
 _UNCLIPPED = 1.5
 """Multiple of the share of lost progress without a clip: healthy states spike higher there."""
 _ONSET_TOLERANCE = 8
@@ -198,8 +200,10 @@ def run_probe(
         min_undone = _MIN_UNDONE if clips or is_near_jump(state, onset, context) else max_undone
         is_far = ratio > max_healthy_ratio(state, onset, context)
         is_far = is_far and (gain <= 0.0 or undone > min_undone)
+        is_worse = ratio > config.state_ratio
         is_damaged = math.isinf(ratio) or is_far or is_undone
-        verdict = "state" if is_damaged else "worse" if ratio > config.state_ratio else "sound"
+        is_damaged |= is_worse and is_lost_everywhere(reading.now, reading.then, onset, context)
+        verdict = "state" if is_damaged else "worse" if is_worse else "sound"
     return StateRead(
         trigger=trigger,
         onset_step=onset,
@@ -234,20 +238,26 @@ def proves_damage(
     """Return whether the reading is evidence of damage; forgetting would prove nothing.
 
     Earlier batches read worse after updates on new data. A few updates do not cause forgetting, and
-    forgetting never leads to absurd losses or to non-finite gradients. A run that forgot has
-    learned the new data meanwhile, so its latest steps read better than the earlier batches.
+    forgetting never leads to absurd losses or to non-finite gradients.
     """
     now = math.inf if read.now is None or not math.isfinite(read.now) else read.now
-    trend, then, step = context.loss_trend(), read.then or 0.0, context.record.step
-    if math.isinf(read.ratio or 0.0) or now > _ABSURD * trend.first:
+    if math.isinf(read.ratio or 0.0) or now > _ABSURD * context.loss_trend().first:
         return True
-    rise = now - then
-    is_lost = rise > max(_LOST * (trend.first - then), 0.0)
-    is_late = step - read.onset_step >= 2 * _FRESH_STEPS
-    share = (trend.recent - then) / rise if is_lost and is_late else 0.0
-    if _AS_BAD <= share <= 1.0 / _AS_BAD or 0 <= since >= step - _FRESH_STEPS:
+    if is_lost_everywhere(now, read.then or 0.0, read.onset_step, context):
         return True
-    return is_near_jump(state, read.onset_step, context)
+    is_fresh = 0 <= since >= context.record.step - _FRESH_STEPS
+    return is_fresh or is_near_jump(state, read.onset_step, context)
+
+
+def is_lost_everywhere(now: float, then: float, onset: int, context: DecisionContext) -> bool:
+    """Return whether the latest steps read as badly as earlier batches do, as evidence of damage.
+
+    A run that forgot has learned the new data meanwhile: its latest steps read better.
+    """
+    trend, rise = context.loss_trend(), now - then
+    if context.record.step - onset < LATE_STEPS or rise <= max(_LOST * (trend.first - then), 0.0):
+        return False
+    return _AS_BAD <= (trend.recent - then) / rise <= 1.0 / _AS_BAD
 
 
 def describe_damage(read: StateRead) -> str:

@@ -310,7 +310,7 @@ class Judge:
             optimizer.outliers.rebaseline(steps)
             optimizer.detectors.rebaseline(steps)
             optimizer.policy = replace(
-                optimizer.policy, row=(), lr_jump=None, announced_until=until
+                optimizer.policy, row=(), lr_jump=None, suspected=-1, announced_until=until
             )
 
     @property

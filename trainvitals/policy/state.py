@@ -330,8 +330,8 @@ class PolicyState(msgspec.Struct, frozen=True, kw_only=True):
     """The latest outliers, for an operator who accepts one of them."""
     last_flagged: int = -1
     """The latest step that was non-finite, or that a detector reported."""
-    losses: tuple[float, ...] = ()
-    """The latest finite losses since the last jump of the learning rate."""
+    suspected: int = -1
+    """Onset of damage that a reading showed and did not prove."""
     learning_rate: float = 0.0
     """Rate applied in the step before; 0 before the first step."""
     known_rate: float = 0.0
