@@ -13,7 +13,7 @@ from pathlib import Path
 CHROMIUM_FLAGS = ("--no-sandbox", "--disable-gpu", "--hide-scrollbars")
 WAIT_MS = 60_000
 DRAWN = "figure, [data-testid=stEChartsChart], [data-testid=stDataFrame], .st-key-notice"
-"""What a page shows once it is there."""
+"""Elements of a complete page."""
 SETTLE_MS = 1_500
 """Time for the last chart to be drawn after the first one is there."""
 

@@ -410,8 +410,7 @@ class OutlierRule(Detector):
     def loss_statistics(self) -> tuple[float, float, float, float, float]:
         """Return the loss's median, robust deviation, first size, smallest and recent value.
 
-        The first size is that of the run, the recent value the median of the last eight steps. All
-        are 0 before there is one.
+        The recent value is the median of the last eight steps. All are 0 before the first loss.
         """
         window, first = self._loss.window, abs(self._loss.first_value())
         if not len(window):

@@ -44,7 +44,7 @@ class Fault:
 
     @property
     def course(self) -> Course:
-        """How the fault goes on."""
+        """Course of the fault."""
         if self.kind == "nan_loss" or self.poison == "nan":
             return "NaN"
         if self.kind == "poison":

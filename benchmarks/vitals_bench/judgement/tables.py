@@ -350,7 +350,7 @@ def _report_goals(results: Results, half: str) -> Iterator[Row]:
 
 
 def _worst(results: Results, outcomes: Sequence[Outcome]) -> str:
-    """Return the worst run in words."""
+    """Return the worst run as text."""
     worst = max(outcomes, key=lambda o: results.ratio(o) or 0.0)
     return f"worst: {_text(results.ratio(worst) or 0.0)}, {worst.world} in {worst.policy}"
 

@@ -122,7 +122,7 @@ class World:
 
     @property
     def course(self) -> Course | None:
-        """How the fault goes on; None for a healthy training."""
+        """Course of the fault; None for a healthy training."""
         return None if self.fault is None else self.fault.course
 
 
@@ -302,7 +302,7 @@ FAULT_KINDS = ("gpt-fast", "seq2seq", "diffusion", "moe", "segmentation", "regre
 RANKS_KINDS = ("ranks-regression", "ranks-patterns")
 """Those of trainings on several ranks."""
 TOKEN_KINDS = ("gpt-fast", "seq2seq")
-"""Kinds whose inputs are no numbers that a fault could make NaN, large or constant."""
+"""Kinds with tokens as inputs, which no fault can make NaN, large or constant."""
 _MIDDLE = 250
 FAULTS: Mapping[str, Fault] = {
     "shuffle12": Fault(kind="poison", begin=_MIDDLE, steps=12),
