@@ -225,14 +225,12 @@ A goal that is missed is no error of the benchmark. {missed} of {total} goals ar
 | a training step | `python -m vitals_bench guard` |
 | agent and others | `python -m vitals_bench agent` (`ingest`, `query`, `dashboard`) |
 | hangs and stragglers | `make bench-hang` |
-| healthy and damaged trainings | `make bench-judgement` |
-| corruption and `vitals repro` | `make bench-corruption` |
+| trainings with faults, corruption | `make bench-judgement`, `make bench-corruption` |
 | forecast, post-training | `make bench-forecast`, `make bench-posttraining` |
 | drill and preflight | `make bench-drill` |
 | a GPU | `make gpu-check` ([run on CUDA](RUN_ON_CUDA.md)) |
 
-The commands write `figures.md`; `make docs` then writes this page. Other loggers are compared only
-if they are installed: `.venv/bin/pip install --group bench`.
+Then `make docs` writes this page. Other loggers need `.venv/bin/pip install --group bench`.
 """
 
 
