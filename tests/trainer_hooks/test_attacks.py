@@ -408,12 +408,12 @@ def test_a_snapshot_of_a_step_that_could_not_be_measured_is_not_trusted(monkeypa
     with loop.monitor as monitor:
         squares_into = device_of(monitor).norms.squares_into
         for step in range(60):
-            # The second snapshot is taken after 21 steps, and its flag travels with step 21.
-            broken = (lambda *_: 1 / 0) if step == 21 else squares_into
+            # The second snapshot is taken after 31 steps, and its flag travels with step 31.
+            broken = (lambda *_: 1 / 0) if step == 31 else squares_into
             monkeypatch.setattr(device_of(monitor).norms, "squares_into", broken)
             monitor.step(loop.forward())
         steps = [ref.step for ref in refs_of(monitor)]
-    assert 21 not in steps
+    assert 31 not in steps
 
 
 def test_a_compiled_function_around_the_step_leaves_it_as_it_is():

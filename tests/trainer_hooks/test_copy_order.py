@@ -186,7 +186,7 @@ def test_a_run_ends_bit_for_bit_as_on_the_cpu_whenever_the_side_runs(tmp_path, s
         ring.side, ring.overlap = side(), overlap
 
     back, expected = trained("plain", lambda ring: None)
-    assert [21] == back
+    assert [31] == back
     back, state = trained("beside", beside)
-    assert [21] == back
+    assert [31] == back
     assert all(torch.equal(t, expected[k]) for k, t in state.items())

@@ -267,9 +267,9 @@ def test_a_rollback_brings_back_the_state_of_an_optimizer_within_another(name, m
     held = [getattr(optimizers[0], "inner", None) or optimizers[0].optimizers[0]]
     kept, back = {}, None
     with trainer_hooks.watch(model, optimizers, mode="heal", checkpoints=True) as monitor:
-        for _ in range(60):
+        for _ in range(75):
             kept[monitor.step_index] = bits(model, held)
-            fault = (NAN, "loss") if monitor.step_index in (40, 41, 42) and back is None else None
+            fault = (NAN, "loss") if monitor.step_index in (55, 56, 57) and back is None else None
             outcome = monitor.step(backward(model, monitor.step_index, fault))
             if outcome.rolled_back_to is not None:
                 back = outcome.rolled_back_to
