@@ -90,10 +90,10 @@ def zero_heals(rank):
     model = ddp()
     optimizer, back, exact, kept = zero(model, fused=True), [], [], {}
     with trainer_hooks.watch(model, optimizer, mode="heal", checkpoints=True) as monitor:
-        for _ in range(70):
+        for _ in range(80):
             step = monitor.step_index
             kept[step] = zero_state(model, optimizer)
-            if step == 45 and not back:
+            if step == 55 and not back:
                 with torch.no_grad():
                     next(model.parameters()).fill_(NAN)
             outcome = monitor.step(forward(model, rank, step))
@@ -202,10 +202,10 @@ def powersgd_heals(rank):
     with trainer_hooks.watch(
         model, optimizer, mode="heal", checkpoints=True, state={"hook": state}
     ) as monitor:
-        for _ in range(70):
+        for _ in range(80):
             step = monitor.step_index
             kept[step] = (memory(state), state.iter, state.rng.get_state()[1].tolist())
-            if step == 45 and not back:
+            if step == 55 and not back:
                 with torch.no_grad():
                     next(model.parameters()).fill_(NAN)
             outcome = monitor.step(forward(model, rank, step))
