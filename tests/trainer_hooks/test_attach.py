@@ -186,6 +186,20 @@ def test_judged_before_the_clip_the_norms_are_the_true_ones_and_the_layers_too()
     assert pytest.approx(math.hypot(*layers.values())) == math.hypot(*true[0])
 
 
+@pytest.mark.parametrize(("earlier", "expected"), [((), [104]), ((40, 47), [])])
+def test_a_gradient_that_becomes_zero_is_written_at_once_unless_zeros_come_and_go(
+    earlier, expected
+):
+    loop, frozen = Own(), {104, *earlier}
+    with loop.attach():
+        parameter = next(iter(loop.model.parameters()))
+        parameter.register_hook(lambda g: g * 0 if loop.attached.step_index in frozen else g)
+        for _ in range(106):
+            loop.step(before=True)
+    rows = Journal(Path(os.environ["VITALS_SHM"])).layers("grad_norm")
+    assert expected == sorted({step for step, _ in rows if step % 10 and step > 103})
+
+
 def test_a_clip_of_unknown_size_leaves_the_norm_after_it_missing():
     loop = Own()
     with loop.attach():

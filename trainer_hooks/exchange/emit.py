@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 LAYERS_EVERY = 10
 """Steps between rows of layer norms if there is no recent finding."""
+STEADY_STEPS = 100
+"""Steps with the same number of zero gradients after which another number is written at once: the
+experts of a mixture come and go at each step."""
 LAYERS_AFTER_FINDING = 500
 """Steps after a finding in which layer norms are written at every step."""
 
@@ -209,6 +212,8 @@ class Emitter:
         self._layers_until = -1
         self._layers_at: dict[int, int] = {}
         """Per optimizer turn, the tenth of steps in which its layers were last written."""
+        self._zeros: dict[int, tuple[int, int]] = {}
+        """Per turn, the number of gradients that are exactly 0, and the step since which it is."""
         self._turn = 0
         """Turn of the previous step."""
         self._layers_named = False
@@ -366,6 +371,7 @@ class Emitter:
     ) -> None:
         """Write the layers stream on rank 0: each tenth step, near findings, if sampled.
 
+        Also at the step in which a gradient becomes 0, so that a frozen layer is dated exactly.
         Each of several optimizers that alternate has its own first step in every ten: the run's
         tenth step could always belong to the same optimizer.
         """
@@ -377,6 +383,12 @@ class Emitter:
             tenth = measured.step // LAYERS_EVERY
             due |= self._layers_at.get(turn) != tenth
             self._layers_at[turn] = tenth
+        squares = None if measured.after_clip else reduced.squares
+        if self._is_rank0 and squares is not None:
+            num, since = self._zeros.get(turn, (-1, measured.step))
+            if (zeros := squares.count(0.0)) != num:
+                due |= measured.step - since >= STEADY_STEPS
+                self._zeros[turn] = zeros, measured.step
         if not self._is_rank0 or not (due or (samples is not None and samples.by_layer)):
             return
         stream = self._get_or_open_stream(LAYERS_SCHEMA)
@@ -388,7 +400,6 @@ class Emitter:
             event = NamesDefined(stream="layers", names=names)
             self.event(event, step=measured.step, attempt=measured.attempt)
         head = [measured.step, measured.attempt, measured.time_unix_ns, measured.monotonic_ns]
-        squares = None if measured.after_clip else reduced.squares
         for row in self._layers.rows(squares, samples, turn=turn, before=before):
             stream.append([*head, *row])
 

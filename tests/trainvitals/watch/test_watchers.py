@@ -9,7 +9,7 @@ from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.fleet.base import NodeSample
 from trainvitals.detect.fleet.layers import ActivationWatcher, LayerGradientWatcher
 from trainvitals.detect.fleet.optimizer import LearningRateWatcher, LossScaleWatcher
-from trainvitals.detect.fleet.ranks import DataBoundWatcher, RankLossWatcher
+from trainvitals.detect.fleet.ranks import STALL, DataBoundWatcher, RankLossWatcher
 from trainvitals.detect.fleet.speed import SlowStepFilter, ThroughputWatcher
 from trainvitals.detect.fleet.weights import WeightNormConfig, WeightNormWatcher
 from trainvitals.records import RATE_DECLARED
@@ -219,20 +219,11 @@ def test_a_layer_that_stays_at_zero_before_its_warm_up_must_do_so_for_longer(
     assert (reported_at, num_samples) == (finding.step, finding.onset_step)
 
 
-@pytest.mark.parametrize(
-    ("every", "text"),
-    [
-        (1, "0 since step 30, "),
-        (10, "0 since a step from 291 to 300 (layers are measured every 10 steps), "),
-    ],
-)
-def test_a_layer_at_zero_is_reported_with_the_steps_between_its_measurements(
-    every: int, text: str
-) -> None:
+def test_a_layer_at_zero_is_reported_with_the_first_step_that_was_measured() -> None:
     course = "; ".join(f"h.{i}:grad_norm 1x30 {0 if i == 2 else 1}x60" for i in range(6))
-    rows = [replace(row, step=row.step * every) for row in merged_series(course)]
+    rows = [replace(row, step=row.step * 10) for row in merged_series(course)]
     (finding,) = watched(LayerGradientWatcher(), rows)
-    assert (30 * every, True) == (finding.onset_step, text in finding.reason)
+    assert (300, True) == (finding.onset_step, "0 since step 300, " in finding.reason)
 
 
 @pytest.mark.parametrize("course", ["1x3 0x80", "1x8 0x14 1x60 0x60"])
@@ -311,6 +302,18 @@ def test_a_fall_that_stays_becomes_the_level_and_a_second_one_is_told() -> None:
     assert [439, 1939] == [f.step for f in watched(ThroughputWatcher(), course)]
 
 
+@pytest.mark.parametrize("onset", [400, 407, 419, 431])
+def test_a_fall_within_a_block_is_dated_to_its_first_step(onset: int) -> None:
+    course = f"step_duration_seconds[0] 1x{onset} 1.4x{600 - onset}"
+    assert [onset] == [f.onset_step for f in watched(ThroughputWatcher(), course)]
+
+
+def test_a_fall_that_becomes_much_larger_is_told_again() -> None:
+    course = "step_duration_seconds[0] 1x400 1.2x107 1.6x20 2.4x200"
+    told = [(f.step, f.onset_step) for f in watched(ThroughputWatcher(), course)]
+    assert [(439, 400), (559, 527)] == told
+
+
 def test_a_slow_creep_is_told() -> None:
     assert 1 == len(watched(ThroughputWatcher(), "step_duration_seconds[0] 1..1.25x3000"))
 
@@ -353,6 +356,19 @@ def test_the_rank_that_waits_for_data_alone_is_named() -> None:
         "rank 2 alone spends 40% of the time waiting for batches, 400 ms of 1 s a step, "
         "since step 0" == finding.reason
     )
+
+
+@pytest.mark.parametrize("num", [3, 20])
+def test_a_stall_is_told_once_and_its_block_is_not_bound_by_data(num: int) -> None:
+    waits = f"data_wait_seconds[*] 0.01x100 50x{num} 0.01x100"
+    course = f"step_duration_seconds[*] 1x100 51x{num} 1x100; {waits}"
+    assert [STALL] == [f.cause for f in watched(DataBoundWatcher(), course)]
+
+
+def test_a_stall_that_does_not_end_is_bound_by_data_too() -> None:
+    waits = "data_wait_seconds[*] 0.01x100 50x100"
+    course = f"step_duration_seconds[*] 1x100 51x100; {waits}"
+    assert [STALL, "data_bound"] == [f.cause for f in watched(DataBoundWatcher(), course)]
 
 
 @pytest.mark.parametrize("onset", [100, 107, 135])

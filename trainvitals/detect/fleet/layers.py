@@ -232,16 +232,8 @@ class LayerGradientWatcher(LayerOutlierWatcher):
         layer, course = zeros[0]
         others = f"; so are {len(zeros) - 1} more layers" if len(zeros) > 1 else ""
         first = int(course.level)
-        every = (merged.step - first) // max(-course.streak - 1, 1)
-        # Layers are usually measured at every tenth step: the cause may be between two of them.
-        since = f"since step {first}"
-        if every > 1:
-            since = (
-                f"since a step from {first - every + 1} to {first} (layers are measured every "
-                f"{every} steps)"
-            )
         reason = (
-            f"the gradient of layer {layer} is exactly 0 {since}, usually "
+            f"the gradient of layer {layer} is exactly 0 since step {first}, usually "
             f"{clamped_exp(course.center):.4g}: the layer no longer learns{others}"
         )
         zero = self._report(merged.step, reason, value=0.0, onset_step=first)

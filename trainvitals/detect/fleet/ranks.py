@@ -72,7 +72,7 @@ class DataBoundWatcher(LastingWatcher):
     name = "data_bound"
     STATE = (
         "_waits", "_durations", "_of_rank", "_start", "_episode", "_usual", "_stalled",
-        "_stall_episode",
+        "_stall_episode", "_num_stalled",
     )  # fmt: skip
     MAY_LACK = True
     """States of an earlier version contain no stall."""
@@ -89,6 +89,8 @@ class DataBoundWatcher(LastingWatcher):
         self._stalled: list[float] = []
         """Waits of the latest steps in a row that are long."""
         self._stall_episode = ConditionEpisode(self._config.block)
+        self._num_stalled = 0
+        """Steps of the block that are part of a stall."""
 
     def _restarted(self, merged: MergedStep) -> None:
         """Discard the unfinished block of waits: another attempt starts."""
@@ -104,8 +106,10 @@ class DataBoundWatcher(LastingWatcher):
             self._stalled.clear()
             self._stall_episode.begins(False)
             return ()
+        was_stall = len(self._stalled) >= config.stall_steps
         self._stalled = [*self._stalled, wait][-config.stall_steps :]
         is_stall = len(self._stalled) >= config.stall_steps
+        self._num_stalled += 1 if was_stall else config.stall_steps * is_stall
         if not self._stall_episode.begins(is_stall):
             return ()
         first = step - config.stall_steps + 1
@@ -124,6 +128,7 @@ class DataBoundWatcher(LastingWatcher):
         self._waits.clear()
         self._durations.clear()
         self._of_rank.clear()
+        self._num_stalled = 0
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         """Judge the ranks' waits for data in a merged step."""
@@ -161,7 +166,9 @@ class DataBoundWatcher(LastingWatcher):
         config = self._config
         scale = max(self._durations)  # keeps sums of arbitrary floats finite
         pairs = sorted(zip(self._waits, self._durations, strict=True))
-        pairs = pairs[: len(pairs) - config.left_out]
+        # A stall is reported on its own; one that lasts for half of the block counts here too.
+        num_left_out = min(config.left_out + self._num_stalled, len(pairs) // 2)
+        pairs = pairs[: len(pairs) - num_left_out]
         waited = sum(wait / scale for wait, _ in pairs)
         total = sum(duration / scale for _, duration in pairs)
         share = waited / total if total > 0.0 else 0.0

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -141,6 +141,8 @@ class ThroughputConfig(Settings, frozen=True, kw_only=True):
     """Measurements in a row below the limit (1000 steps) after which they become the reference."""
     clear_after: AtLeastOne = 5
     """Measurements above the limit after which a fall can be reported again."""
+    worse: Annotated[float, Meta(ge=1.05, le=100.0)] = 1.5
+    """Multiple of the reported duration from which the same fall is reported again."""
     pace: PaceConfig = PaceConfig()
     """What makes a single step slow; slow steps at intervals are left out."""
 
@@ -160,9 +162,14 @@ class ThroughputWatcher(LastingWatcher):
         "_blocks",
         "_best",
         "_noise",
-        state_row("low", "_low_blocks", "_onset", "_block_start"),
+        "_low_blocks",
         "_episode",
+        "_costs",
+        "_steps",
+        state_row("told", "_told", "_worse_blocks"),
     )
+    MAY_LACK = True
+    """States of an earlier version contain no single steps."""
 
     def __init__(self, config: ThroughputConfig | None = None) -> None:
         self._config = config or ThroughputConfig()
@@ -176,14 +183,21 @@ class ThroughputWatcher(LastingWatcher):
         self._best: float | None = None
         self._noise = 0.0
         self._low_blocks = 0
-        self._onset = -1
-        self._block_start = -1
+        self._costs: list[float] = []
+        """Costs of the steps of the blocks that a report needs, and of the one before them."""
+        self._steps: list[int] = []
+        """Their steps."""
+        self._told = 0.0
+        """Cost of the latest report."""
+        self._worse_blocks = 0
 
     def _restarted(self, merged: MergedStep) -> None:
         """Discard the unfinished block of merged steps: another attempt starts."""
         self.pace.roll_back(merged.step)
         self._settling = self._config.warmup_rows
         self._block.clear()
+        self._costs.clear()
+        self._steps.clear()
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         """Judge the speed of a merged step: report a sustained fall of throughput."""
@@ -200,9 +214,11 @@ class ThroughputWatcher(LastingWatcher):
             return ()
         if kind == "periodic":
             return ()
-        if not self._block:
-            self._block_start = merged.step
-        self._block.append(-math.log(rate) if rate > 0.0 else math.log(seconds))
+        cost = -math.log(rate) if rate > 0.0 else math.log(seconds)
+        self._block.append(cost)
+        kept = (self._config.persistence + 1) * self._config.block
+        self._costs = [*self._costs, cost][-kept:]
+        self._steps = [*self._steps, merged.step][-kept:]
         if len(self._block) < self._config.block:
             return ()
         cost = upper_median(self._block)
@@ -214,6 +230,8 @@ class ThroughputWatcher(LastingWatcher):
         self._per_token, self._world_size = per_token, world_size
         self._block.clear()
         self._blocks.clear()
+        self._costs.clear()
+        self._steps.clear()
         self._best, self._low_blocks = None, 0
 
     def _check_block_cost(self, step: int, cost: float) -> tuple[Finding, ...]:
@@ -221,8 +239,6 @@ class ThroughputWatcher(LastingWatcher):
         config, best = self._config, self._best
         allowed = max(-math.log1p(-config.fall), config.sigmas * self._noise)
         is_low = best is not None and cost > best + allowed
-        if is_low and not self._low_blocks:
-            self._onset = self._block_start
         self._low_blocks = self._low_blocks + 1 if is_low else 0
         if not is_low:
             self._update_best(cost)
@@ -230,9 +246,27 @@ class ThroughputWatcher(LastingWatcher):
             return ()
         is_present = self._low_blocks >= config.persistence
         begins = self._episode.begins(is_present) if is_present or not is_low else False
+        is_worse = self._episode.on and cost > self._told + math.log(config.worse)
+        self._worse_blocks = self._worse_blocks + 1 if is_worse else 0
+        num, level = self._low_blocks, best
+        if not begins and self._worse_blocks >= config.persistence:
+            begins, num, level = True, self._worse_blocks, self._told
         if self._low_blocks >= config.accept_after:
             self._blocks, self._best, self._low_blocks = [cost], None, 0
-        return self._report_slowdown(step, cost, best, allowed) if begins else ()
+        if not begins:
+            return ()
+        self._told, self._worse_blocks = cost, 0
+        onset = self._find_onset(level, cost)
+        return self._report_slowdown(step, cost, best, allowed, num=num, onset=onset)
+
+    def _find_onset(self, level: float, cost: float) -> int:
+        """Return the step from which steps cost as much as now (CUSUM over the latest blocks).
+
+        Until then the sum of costs above the middle falls, so it is lowest right before that step.
+        """
+        middle = (level + cost) / 2
+        sums = [*accumulate((min(c, cost) - middle for c in self._costs), initial=0.0)]
+        return self._steps[min(sums.index(min(sums)), len(self._steps) - 1)]
 
     def _update_best(self, cost: float) -> None:
         """Update the run's best throughput, and its noise, by a block's cost."""
@@ -245,10 +279,12 @@ class ThroughputWatcher(LastingWatcher):
             self._noise = SIGMA_PER_MAD * upper_median([abs(b - course) for b in self._blocks])
 
     def _report_slowdown(
-        self, step: int, cost: float, best: float, allowed: float
+        self, step: int, cost: float, best: float, allowed: float, *, num: int, onset: int
     ) -> tuple[Finding, ...]:
-        part, num = clamped_exp(best - cost), self._low_blocks * self._config.block
-        for_steps = f"over {num} steps (not counting evaluations and checkpoints)"
+        part = clamped_exp(best - cost)
+        for_steps = (
+            f"over {num * self._config.block} steps (not counting evaluations and checkpoints)"
+        )
         now, was, limit = clamped_exp(-cost), clamped_exp(-best), clamped_exp(-best - allowed)
         if self._per_token:
             reason = (
@@ -261,7 +297,7 @@ class ThroughputWatcher(LastingWatcher):
                 f"{clamped_exp(cost - best):.3g}x the run's "
                 f"best ({humanize_seconds(clamped_exp(best))}), {for_steps}"
             )
-        return self._report(step, reason, value=now, limit=limit, onset_step=self._onset)
+        return self._report(step, reason, value=now, limit=limit, onset_step=onset)
 
 
 # ------------------------------------------------------------------------------ what is overdue
