@@ -203,6 +203,28 @@ def test_with_layers_at_every_tenth_step_the_layer_is_still_named():
     assert (BAD + 3, "layer", "h.2", "grad_norm") == named(seen(damage, bad=BAD + 3, every=10))
 
 
+@pytest.mark.parametrize(("bad", "where"), [(241, ""), (251, "h.2")])
+def test_layers_at_every_tenth_step_are_judged_from_their_26th_row(bad, where):
+    def damage(step, age):
+        near = healthy(step.step)
+        return change(near, layers={("h.2", "grad_norm"): 400.0}) if age == 0 else near
+
+    first = named(seen(damage, bad=bad, last=bad + 5, every=10), bad)
+    assert where == ("" if first is None else first[2])
+
+
+def test_a_rate_that_jumps_among_bad_batches_is_an_onset_of_its_own():
+    def damage(step, age):
+        if age < 5:
+            step = change(step, ranks={("rank_loss", rank): 9.0 for rank in range(4)})
+        return change(step, run={"learning_rate": 0.03}) if age >= 2 else step
+
+    tracker = seen(damage)
+    assert (BAD + 2, "lr", "", "learning_rate") == named(tracker, BAD + 2, is_of_setting=True)
+    assert (BAD, "data") == named(tracker, BAD + 1)[:2]
+    assert None is named(seen(CASES["the data of all"][0]), BAD + 2, is_of_setting=True)
+
+
 def test_without_layers_only_the_total_is_named():
     def damage(step, age):
         return change(step, run={"grad_norm": 400.0}) if age == 0 else step

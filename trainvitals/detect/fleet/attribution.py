@@ -45,7 +45,7 @@ WINDOW = 40
 """Steps after which an ended onset no longer counts as the cause of a problem."""
 GUARD = 3
 """A series that is out within this many judged steps may have moved before it was observed."""
-LEAST = 20
+LEAST = 16
 """Minimum number of values of a reference, which must also span ``SPAN`` steps. Layers are written
 every 10th step by default."""
 SPAN = 100
@@ -121,6 +121,11 @@ class Onset(msgspec.Struct, frozen=True, kw_only=True):
     def is_of_speed(self) -> bool:
         """Return whether the first change concerns the speed of the run, not its numbers."""
         return self.subject == "loader"
+
+    @property
+    def is_of_setting(self) -> bool:
+        """Return whether the first change was made by the loop, so that nothing else caused it."""
+        return self.series == "learning_rate" or self.subject == "config"
 
     @property
     def is_lasting(self) -> bool:
@@ -295,7 +300,7 @@ class _SeriesArrayReference:
             filled = there[self._count[there] >= LAG // 2]
             self._away[filled, self._quiet[filled] % REFERENCE] = self._now[filled]
             self._quiet[filled] += 1
-            self._age += 1
+            self._age += len(filled) > 0
             if self._age >= _RENEWED:
                 self._refresh_scale()
             elif len(filled):
@@ -423,9 +428,10 @@ class _OnsetEpisode:
             self._long, self._order = 0, first.order
             self.onset = _build_onset(attempt, first, out, now, is_old=is_old)
             return True
-        turned = [each for each in out if each.value is None and each.sigmas is None]
+        turned = [each for each in out if each.order == 0 or each.value is each.sigmas is None]
         if turned and not onset.is_nonfinite and not onset.is_lasting:
-            # A NaN does not follow from a series that was only high: it has its own origin.
+            # A NaN does not follow from a series that was only high, a setting from nothing:
+            # each has its own origin.
             first = min(turned, key=lambda each: (each.step, each.order))
             self._long, self._order = 0, first.order
             self.onset = _build_onset(attempt, first, out, now, is_old=is_old)
@@ -1003,6 +1009,7 @@ def find_origin_onset(
     attempt: int,
     step: int,
     is_of_speed: bool | None = None,
+    is_of_setting: bool = False,
     planned: Sequence[tuple[int, int]] = (),
 ) -> Onset | None:
     """Return the first change before, or at, a problematic step; None if there is no precursor.
@@ -1012,6 +1019,7 @@ def find_origin_onset(
         attempt: attempt of the problem.
         step: step at which the problem was found.
         is_of_speed: whether the problem concerns speed; None: either.
+        is_of_setting: whether the problem is a changed setting: only that can be its origin.
         planned: first step and number of steps of changes that the run announced: onsets there are
             intended.
     """
@@ -1024,6 +1032,7 @@ def find_origin_onset(
         and onset.step > step - _LONGEST
         and not any(first <= onset.step < first + num for first, num in planned)
         and (is_of_speed is None or onset.is_of_speed == is_of_speed)
+        and (onset.is_of_setting or not is_of_setting)
     ]
     # A number that is NaN at the step outranks every earlier series that was only high.
     turned = [onset for onset in near if onset.is_nonfinite and onset.last_step >= step]
