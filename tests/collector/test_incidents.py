@@ -97,6 +97,21 @@ def test_a_slow_step_before_bad_numbers_is_told_but_is_not_what_moved_first(stor
     assert "Moved first: data wait on rank 2 at step 154 (5 s, usually" in slow.verdict.cause
 
 
+def test_why_names_what_the_incident_that_begins_at_the_step_names(store: Store):
+    ranks = troubled_run(store)
+    stalled = finding("data_bound", ONSET, cause="loader_stall", onset_step=ONSET - 2)
+    waits = [5.0 if ONSET - 2 <= step <= ONSET else 0.01 for step in range(BAD + 2)]
+    ingest(store, Writer("rank:2").steps(range(BAD + 2), data_wait_seconds=waits))
+    ingest(store, Writer("rank:2").events(stalled, step=ONSET))
+    end(store, ranks)
+    first = {
+        step: query(store).ask(StepQuestion(run_id=RUN, step=step)).moved_first
+        for step in (ONSET - 2, ONSET)
+    }
+    assert "data wait on rank 2" in (first[ONSET - 2] or "")
+    assert "gradient norm of layer `h.1`" in (first[ONSET] or "")
+
+
 def test_where_many_moved_at_once_none_of_them_is_said_to_be_first(store: Store):
     head = Writer()
     for rank in range(3):
@@ -267,15 +282,20 @@ def test_an_incident_begins_where_its_cause_was_first_out_and_lasts_while_it_hol
     writer = writers[0]
     found = finding("divergence", 303, onset_step=300, cause="loss_divergence")
     ingest(store, writer.events(found, step=303))
-    reader = FolderQuery(store, clock=SystemClock())
-    (one,) = (
-        each
-        for each in reader.ask(IncidentsQuestion(run_id=RUN))
-        if "loss_divergence" in {view.finding.cause for view in each.findings}
-    )
-    assert 297 == one.onset_step
-    assert one.last_step >= 305
-    assert "Moved first: the learning rate jumped at step 297" in one.verdict.cause
+    for turn in range(3):  # each is a new process; the last ones get rows that came later
+        if turn:
+            steps = range(last + 40 * (turn - 1), last + 40 * turn)
+            for writer in writers:
+                ingest(store, writer.steps(steps, rank_loss=2.0, learning_rate=0.03))
+        reader = FolderQuery(store, clock=SystemClock())
+        (one,) = (
+            each
+            for each in reader.ask(IncidentsQuestion(run_id=RUN))
+            if "loss_divergence" in {view.finding.cause for view in each.findings}
+        )
+        assert 297 == one.onset_step
+        assert one.last_step >= 305
+        assert "Moved first: the learning rate jumped at step 297" in one.verdict.cause
 
 
 def test_a_directory_tells_of_what_only_the_watchers_find(store: Store):
@@ -326,6 +346,8 @@ _BACK: dict[str, object] = {"rollback_to_step": 5, "new_attempt": 2}
 _PARAMS = f(12, "nonfinite_params", cause="nonfinite_params")
 _SKIP = d("skip_step", 10)
 _HIGH = f(8, cause="loss_burst")
+_STALL = f(10, "data_bound", cause="loader_stall")
+_RATE = ["8", "10 10"]
 _NAN = (f(10, cause="nonfinite_loss", rank=1), d("skip_step", 10, rank=1))
 
 
@@ -344,6 +366,12 @@ _NAN = (f(10, cause="nonfinite_loss", rank=1), d("skip_step", 10, rank=1))
         ((f(9, cause="loss_outlier"), *_NAN, f(11, cause="loss_outlier")), ["9 10 10 11"]),
         ((_HIGH, *_NAN, d("rollback", 12, **_BACK)), ["8 10 10 12"]),
         ((_HIGH, *_NAN, f(12, "nonfinite_params", cause="nonfinite_params")), ["8 10 10 12"]),
+        ((_HIGH, f(10, "learning_rate", cause="lr_jump"), f(12, cause="spike")), ["8", "10 12"]),
+        ((f(8, cause="a"), f(10, cause="b"), f(10, "learning_rate", cause="lr_jump")), _RATE),
+        ((f(10, "learning_rate", cause="lr_jump"), f(12, cause="loss_burst")), ["10 12"]),
+        ((_STALL, f(12, "throughput")), ["10", "12"]),
+        ((_STALL, f(12, "straggler", cause="straggler_host", rank=1)), ["10", "12"]),
+        ((_STALL, f(12, "data_bound", cause="data_bound"), f(14, "throughput")), ["10 12 14"]),
         ((f(10), f(200, onset_step=30)), ["10 200"]),
         ((f(10, rank=1, cause="a"), f(12, rank=2, cause="b")), ["10", "12"]),
         ((f(10, rank=1, cause="a"), f(12, rank=2, cause="a")), ["10 12"]),

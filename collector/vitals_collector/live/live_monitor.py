@@ -131,6 +131,11 @@ def is_ahead(connection: Connection, run_id: str, state: bytes) -> bool:
     return sum(done.values()) + len(done) > sum(here.values()) + len(here)
 
 
+KeyRange = tuple[Key, Key]
+"""First and last step of a range."""
+AFTER_ALL: Key = (2**63 - 1, 0)
+_MOST_RANGES = 16
+"""Latest ranges that are stored, one for each restart of the collector."""
 _Saved = TypeVar("_Saved", bound=msgspec.Struct)
 
 
@@ -143,6 +148,7 @@ def _load_saved(connection: Connection, run_id: str, part: type[_Saved]) -> _Sav
 class _SavedOnsets(msgspec.Struct):
     onsets: list[Onset] | None = None
     judged_from: Key = BEFORE_ALL
+    judged_before: list[KeyRange] = []
     last: tuple[int, int, int] = (0, -1, 0)
 
 
@@ -150,9 +156,12 @@ class WatchedOnsets(NamedTuple):
     """Onsets of a run's series, detected live."""
 
     onsets: tuple[Onset, ...]
-    from_key: Key
-    """Before it, or before a restart of the collector, onsets are unknown."""
-    to_key: Key
+    judged: tuple[KeyRange, ...]
+    """Steps in which they were detected; between two ranges, the collector was restarted."""
+
+    def cover(self, first: Key, last: Key) -> bool:
+        """Return whether the onsets of all these steps are known."""
+        return any(begin <= first <= last <= end for begin, end in self.judged)
 
 
 def watched_onsets(connection: Connection, run_id: str) -> WatchedOnsets | None:
@@ -160,7 +169,8 @@ def watched_onsets(connection: Connection, run_id: str) -> WatchedOnsets | None:
     saved = _load_saved(connection, run_id, _SavedOnsets)
     if saved.onsets is None:
         return None
-    return WatchedOnsets(tuple(saved.onsets), saved.judged_from, saved.last[:2])
+    judged = (*saved.judged_before, (saved.judged_from, saved.last[:2]))
+    return WatchedOnsets(tuple(saved.onsets), judged)
 
 
 class _SavedConditions(msgspec.Struct):
@@ -258,8 +268,10 @@ class RunWatchState(msgspec.Struct, kw_only=True):
     """Reported conditions that still apply: a stalled step, an overdue checkpoint."""
     onsets: list[Onset] | None = None
     """Onsets of series, as detected then; None: the run was not watched."""
-    judged_from: Key = (2**63 - 1, 0)
+    judged_from: Key = AFTER_ALL
     """First step from which this process could detect onsets."""
+    judged_before: list[KeyRange] = []
+    """Steps in which earlier processes could."""
     lasting: list[Finding] = []
     """Findings whose condition lasts: a straggler, a drop of throughput."""
     scalars: ScalarState = msgspec.field(default_factory=ScalarState)
@@ -367,7 +379,11 @@ class FollowedRun:
     """Those since the last call of ``advance``."""
 
     def __post_init__(self) -> None:
-        self._onsets = OnsetTracker(self.saved.onsets or ())
+        saved = self.saved
+        if saved.judged_from <= saved.last[:2]:
+            before = [*saved.judged_before, (saved.judged_from, saved.last[:2])]
+            saved.judged_before = before[-_MOST_RANGES:]
+        self._onsets = OnsetTracker(saved.onsets or ())
         self._fresh = TailReader(self.run_id, self.saved.done, self.steps.number_of)
         self._scalars = ScalarWatch(self.run_id, self.saved.scalars)
         self.watchers.gpus = self._fresh.gpus

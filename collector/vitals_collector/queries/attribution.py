@@ -30,7 +30,7 @@ from trainvitals.views import FindingView
 from vitals_collector.live import step_join
 from vitals_collector.live.live_monitor import watched_onsets
 from vitals_collector.numbers.interface import Columns, RowSpan
-from vitals_collector.queries.grouping import domain_of
+from vitals_collector.queries.grouping import SETTING_CAUSES, domain_of
 from vitals_collector.queries.heatmap_layers import layer_names
 from vitals_collector.queries.series import exclusive_end, measured_by_stream
 from vitals_collector.queries.top_changes import attempt_of
@@ -60,6 +60,14 @@ class Precursor:
         """Return the sentence that explains the origin of an incident; empty without one."""
         return "" if self.onset is None else onset_sentence(self.onset)
 
+    @property
+    def rank(self) -> int:
+        """Return the rank whose data or gradients are the origin of an incident; -1: none."""
+        if self.onset is None or self.onset.subject not in ("data", "rank"):
+            return -1
+        kind, _, rank = self.onset.where.partition(":")
+        return int(rank) if kind == "rank" else -1
+
 
 def precursor(
     moment: ReadSnapshot, run_id: str, attempt: int, step: int, cause: str
@@ -68,11 +76,10 @@ def precursor(
 
     The ``cause`` of the problem decides: slowness and wrong numbers have different origins.
     """
+    if cause.startswith("straggler_") and cause != "straggler_data":
+        return Precursor()  # the finding names rank and part: a wait for data is something else
     live = watched_onsets(moment.sql, run_id)
-    if (
-        live is not None
-        and live.from_key <= (attempt, step - WINDOW) <= (attempt, step) <= live.to_key
-    ):
+    if live is not None and live.cover((attempt, step - WINDOW), (attempt, step)):
         onsets = live.onsets
     else:
         tracker = OnsetTracker()
@@ -83,10 +90,17 @@ def precursor(
             return None
         onsets = tracker.onsets
     is_of_speed = domain_of(cause) == "speed"
+    if cause == "throughput":  # a wait that has ended does not make later steps slow
+        onsets = tuple(each for each in onsets if each.last_step >= step + LAG)
     planned = _load_announced_changes(moment.sql, run_id, attempt)
     return Precursor(
         find_origin_onset(
-            onsets, attempt=attempt, step=step, is_of_speed=is_of_speed, planned=planned
+            onsets,
+            attempt=attempt,
+            step=step,
+            is_of_speed=is_of_speed,
+            is_of_setting=cause in SETTING_CAUSES,
+            planned=planned,
         )
     )
 
@@ -107,18 +121,34 @@ def _load_announced_changes(
 
 
 def first_change_text(
-    moment: ReadSnapshot, run_id: str, step: int, findings: Sequence[FindingView]
+    moment: ReadSnapshot,
+    run_id: str,
+    step: int,
+    findings: Sequence[FindingView],
+    begun: tuple[int, str] | None,
 ) -> str | None:
     """Explain in a sentence the first change before the problem at a step.
 
-    Empty if nothing changed first; None if there was no problem, or the origin is unknown.
+    Args:
+        moment: the stored data.
+        run_id: the run.
+        step: the step that is explained.
+        findings: the findings about it.
+        begun: attempt and cause of the incident that begins at the step; None: none does.
+
+    Returns:
+        Empty if nothing changed first; None if there was no problem, or the origin is unknown.
     """
     attempt = attempt_of(moment.sql, run_id, step)
     if attempt is None:
         return None
     finding = min((view.finding for view in findings), key=_finding_sort_key, default=None)
-    cause = "" if finding is None else finding.cause or finding.kind
-    onset = step if finding is None or finding.onset_step < 0 else min(finding.onset_step, step)
+    cause, onset = "", step
+    if begun is not None:
+        attempt, cause = begun
+    elif finding is not None:
+        cause = finding.cause or finding.kind
+        onset = step if finding.onset_step < 0 else min(finding.onset_step, step)
     first = precursor(moment, run_id, attempt, onset, cause)
     return None if first is None else first.text
 

@@ -114,7 +114,8 @@ def group_incidents(items: Sequence[IncidentItem]) -> list[list[IncidentItem]]:
     clusters = [
         _deaths_first(_root_first(_slowdown_last(part)))
         for members in groups.values()
-        for part in _split_isolated_step(sorted(members, key=_item_sort_key))
+        for half in _split_setting(sorted(members, key=_item_sort_key))
+        for part in _split_isolated_step(half)
     ]
     return sorted(
         clusters, key=lambda cluster: (cluster[0].attempt, cluster[0].onset, cluster[0].cause)
@@ -167,6 +168,22 @@ def _root_first(members: list[IncidentItem]) -> list[IncidentItem]:
         return members
     rest = [item for item in members if item is not root]
     return [root._replace(onset=first.onset, first=first.first), *rest]
+
+
+SETTING_CAUSES = ("lr_jump",)
+"""Causes that the loop itself makes: they follow from nothing that was measured before."""
+
+
+def _split_setting(members: list[IncidentItem]) -> list[list[IncidentItem]]:
+    """Separate a changed setting, and what followed it, from an incident that came before it."""
+    first = members[0]
+    changed = [item.onset for item in members if item.cause in SETTING_CAUSES]
+    if not changed or changed[0] <= first.onset or first.domain != "numbers":
+        return [members]
+    before = [item for item in members if item.onset < changed[0]]
+    after = [item for item in members if item.onset >= changed[0]]
+    after.sort(key=lambda item: item.cause not in SETTING_CAUSES)
+    return [before, after]
 
 
 _BLOW_UP = ("loss_outlier", "grad_norm_outlier")
@@ -230,6 +247,16 @@ def _join_near(items: Sequence[IncidentItem], order: Iterable[int], sets: "_Disj
         _keep_longest_reach(items, i, keys, reach)
 
 
+def _domains(item: IncidentItem) -> tuple[str, ...]:
+    """Return the domains in which others may follow an item.
+
+    A stalled loader makes no later step slow, unless all steps wait for their data.
+    """
+    if item.cause == "loader_stall":
+        return ("stall",)
+    return (item.domain, "stall") if item.cause.startswith("data_bound") else (item.domain,)
+
+
 def _join_following(
     items: Sequence[IncidentItem], order: Iterable[int], sets: "_DisjointSets"
 ) -> None:
@@ -237,10 +264,12 @@ def _join_following(
     reach: dict[tuple[str, str | int], int] = {}
     for i in order:
         item = items[i]
-        join_key = ("whole" if item.rank >= 0 else "domain", item.domain)
-        _join_within_reach(items, i, reach.get(join_key), item.onset - FOLLOWING_STEPS, sets)
-        keys: _Keys = [("domain", item.domain)]
-        keys += [] if item.rank >= 0 else [("whole", item.domain)]
+        keys: _Keys = []
+        for domain in _domains(item):
+            join_key = ("whole" if item.rank >= 0 else "domain", domain)
+            _join_within_reach(items, i, reach.get(join_key), item.onset - FOLLOWING_STEPS, sets)
+            keys += [("domain", domain)]
+            keys += [] if item.rank >= 0 else [("whole", domain)]
         _keep_longest_reach(items, i, keys, reach)
 
 

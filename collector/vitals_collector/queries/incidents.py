@@ -192,10 +192,12 @@ def _extend_by_changes(
     for members in groups:
         first = members[0]
         mover = None
-        if first.domain == "numbers" and live.from_key <= (first.attempt, first.onset):
+        key = first.attempt, first.onset
+        if first.domain == "numbers" and live.cover(key, key):
             mover = find_origin_onset(
-                live.onsets, attempt=first.attempt, step=first.onset, is_of_speed=False
-            )
+                live.onsets, attempt=first.attempt, step=first.onset, is_of_speed=False,
+                is_of_setting=first.cause in grouping.SETTING_CAUSES,
+            )  # fmt: skip
         if mover is not None:
             is_start = mover.is_cause and mover.step >= first.onset - grouping.FOLLOWING_STEPS
             first = first._replace(
@@ -487,6 +489,12 @@ class RunIncidents:
         severities += ["notify"] * (len(bundle.errors) + len(bundle.restarts))
         return max(severities, key=grouping.SEVERITIES.index, default="log")
 
+    def begun_at(self, step: int) -> tuple[int, str] | None:
+        """Return attempt and cause of the gravest incident that begins at a step; None: none."""
+        begun = [bundle for bundle in self.bundles if bundle.onset == step]
+        gravest = max(begun, key=self.gravity, default=None)
+        return None if gravest is None else (gravest.attempt, gravest.cause)
+
     def is_open(self, bundle: story.IncidentParts) -> bool:
         """Return whether the incident is still open."""
         run, decided = self.run, [view.decision for view in bundle.decisions]
@@ -553,6 +561,7 @@ class RunIncidents:
             lost=lost,
             late_seconds=late,
             precursor=_precursor_of(first, bundle),
+            blamed_rank=-1 if first is None or self.run.world_size < 2 else first.rank,
             precedent=self._precedent(bundle),
             capsule_step=step,
             played=played,

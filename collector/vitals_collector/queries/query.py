@@ -302,7 +302,7 @@ def _step(query: Query, question: views.StepQuestion) -> views.StepView:
     from vitals_collector.queries.attribution import first_change_text
 
     run_id, step = question.run_id, question.step
-    query.update_findings(run_id)
+    begun = _judge_run(query, run_id, lambda of_run: of_run.begun_at(step))
     with query.read(run_id) as moment:
         found = ledger.findings_of(moment.sql, run_id, step)
         return views.StepView(
@@ -310,7 +310,7 @@ def _step(query: Query, question: views.StepQuestion) -> views.StepView:
             step=step,
             rows=ledger.step_rows(moment, run_id, step),
             findings=found,
-            moved_first=first_change_text(moment, run_id, step, found),
+            moved_first=first_change_text(moment, run_id, step, found, begun),
             decisions=ledger.decisions_with_hindsight(moment, run_id, step),
             readings=ledger.load_probe_readings(moment.sql, run_id, step),
             data=ledger.samples_of_step(moment.sql, run_id, step),

@@ -89,6 +89,8 @@ class VerdictFacts:
     precursor: str | None = None
     """Sentence about the first change; empty: no series left its quiet range; None: not searched,
     or unknown."""
+    blamed_rank: int = -1
+    """Rank whose data or gradients changed first; -1: none, or there is only one."""
     precedent: Precedent = field(default_factory=Precedent)
     capsule_step: int = -1
     """Its first step with a repro capsule; -1: none."""
@@ -225,6 +227,8 @@ def verdict_cause_line(facts: VerdictFacts) -> str:
     if not sentences or facts.incident.cause in DEATHS:
         first = [f"{capital(text.rstrip('.'))}." for text in texts[:1]]
         sentences = [*first, *sentences] or ["Not recorded."]
+    elif facts.blamed_rank >= 0 and "rank" not in sentences[0].lower():
+        sentences[0] = f"{sentences[0].rstrip('.')}, because of rank {facts.blamed_rank}."
     more = len(sentences) - MAX_CAUSES
     parts = [sentences[0], *(f"Then: {text}" for text in sentences[1:MAX_CAUSES])]
     if more > 0:
