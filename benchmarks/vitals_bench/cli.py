@@ -356,6 +356,9 @@ def bench_explanation(
     results: Results = None,
     run: Annotated[bool, typer.Option(help="Train; otherwise only show --results.")] = True,
     quiet: Annotated[bool, typer.Option(help="Query healthy trainings too.")] = True,
+    signals: Annotated[
+        bool, typer.Option(help="Train all again with the optional signals at each step.")
+    ] = False,
 ) -> None:
     """Damage small trainings, and score what `vitals postmortem` and `vitals why` state.
 
@@ -371,6 +374,7 @@ def bench_explanation(
         results=results,
         is_run=run,
         has_quiet=quiet,
+        has_signals=signals,
     )
     _run(
         ("explanation",), quick=quick, output=output, page=page,

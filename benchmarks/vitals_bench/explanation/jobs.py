@@ -58,6 +58,8 @@ class Options:
     """Whether trainings run; otherwise only the results are shown."""
     has_quiet: bool = True
     """Whether healthy trainings run as well."""
+    has_signals: bool = False
+    """Whether all trainings also run with the optional signals, measured at each step."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,15 +100,22 @@ def jobs_of(options: Options, *, quick: bool) -> list[Job]:
             if name not in known:
                 raise UsageError(f"{name!r} does not exist", hint=f"one of: {', '.join(known)}")
     seeds = options.seeds or (SEEDS[:1] if quick else SEEDS)
+    has_signals = (False, True) if options.has_signals else (False,)
     jobs = [
-        Job(kind, cast("Placement", placement), seed, ranks)
+        Job(kind, cast("Placement", placement), seed, ranks, measured)
+        for measured in has_signals
         for ranks in options.ranks
         for seed in seeds
         for placement in placements
         for kind in kinds
     ]
     if options.has_quiet:
-        jobs += [Job("", "alone", seed, ranks) for ranks in options.ranks for seed in seeds]
+        jobs += [
+            Job("", "alone", seed, ranks, measured)
+            for measured in has_signals
+            for ranks in options.ranks
+            for seed in seeds
+        ]
     return jobs
 
 

@@ -94,6 +94,8 @@ class Job(NamedTuple):
     placement: Placement
     seed: int
     ranks: int = 1
+    has_signals: bool = False
+    """Whether the optional signals are measured at each step."""
 
     @property
     def is_held_out(self) -> bool:

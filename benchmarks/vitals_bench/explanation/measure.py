@@ -28,7 +28,8 @@ def measure_statements(*, quick: bool, options: Options | None = None) -> Iterat
 def line_of(outcome: Outcome) -> str:
     """Return a training and its scores in a line."""
     job = outcome.job
-    words = f"{job.kind or 'healthy'} {job.placement} seed {job.seed} ranks {job.ranks}:"
+    words = f"{job.kind or 'healthy'} {job.placement} seed {job.seed} ranks {job.ranks}"
+    words += " with signals:" if job.has_signals else ":"
     if outcome.error:
         return f"{words} {outcome.error}"
     if not job.kind:
@@ -40,28 +41,35 @@ def line_of(outcome: Outcome) -> str:
 
 def figures(outcomes: Sequence[Outcome]) -> Iterator[Row | Grid]:
     """Yield the figures, and the table by kind."""
-    faulty = [each for each in outcomes if each.job.kind and not each.error]
-    for title, part in (
-        ("tuning seeds", [each for each in faulty if not each.job.is_held_out]),
-        ("held-out seeds", [each for each in faulty if each.job.is_held_out]),
-    ):
-        if part:
-            yield from _of_part(title, part)
-    others = [each for outcome in faulty for each in outcome.scores[1:]]
-    if others:
-        right = sum(each.whole == "right" for each in others)
-        yield Row(
-            name="earlier faults of the same runs explained correctly",
-            ours=100 * right / len(others), unit="%", note=f"{right} of {len(others)}",
-        )  # fmt: skip
-    yield from _quiet([each for each in outcomes if not each.job.kind and not each.error])
+    for has_signals in (False, True):
+        yield from _of_setting([o for o in outcomes if o.job.has_signals == has_signals])
     failed = [each for each in outcomes if each.error]
     if failed:
         yield Row(
             name="trainings that could not run", ours=len(failed), unit="", goal=exactly(0),
             note=line_of(failed[0]),
         )  # fmt: skip
-    yield _table(faulty)
+    yield _table([o for o in outcomes if o.job.kind and not (o.error or o.job.has_signals)])
+
+
+def _of_setting(outcomes: Sequence[Outcome]) -> Iterator[Row]:
+    """Yield the figures of the trainings with, or without, the optional signals."""
+    faulty = [each for each in outcomes if each.job.kind and not each.error]
+    measured = ", all signals" if any(each.job.has_signals for each in outcomes) else ""
+    for title, part in (
+        ("tuning seeds", [each for each in faulty if not each.job.is_held_out]),
+        ("held-out seeds", [each for each in faulty if each.job.is_held_out]),
+    ):
+        if part:
+            yield from _of_part(f"{title}{measured}", part)
+    others = [each for outcome in faulty for each in outcome.scores[1:]]
+    if others:
+        right = sum(each.whole == "right" for each in others)
+        yield Row(
+            name=f"earlier faults of the same runs explained correctly{measured}",
+            ours=100 * right / len(others), unit="%", note=f"{right} of {len(others)}",
+        )  # fmt: skip
+    yield from _quiet([each for each in outcomes if not each.job.kind and not each.error], measured)
 
 
 def _of_part(title: str, outcomes: Sequence[Outcome]) -> Iterator[Row]:
@@ -86,7 +94,7 @@ def _of_part(title: str, outcomes: Sequence[Outcome]) -> Iterator[Row]:
     )  # fmt: skip
 
 
-def _quiet(outcomes: Sequence[Outcome]) -> Iterator[Row]:
+def _quiet(outcomes: Sequence[Outcome], measured: str) -> Iterator[Row]:
     windows = sum(each.windows for each in outcomes)
     if not windows:
         return
@@ -94,12 +102,13 @@ def _quiet(outcomes: Sequence[Outcome]) -> Iterator[Row]:
     by_changes = sum(each.named_by_changes for each in outcomes)
     for name, count, limit in (("why", by_why, 0), ("Largest changes", by_changes, 1)):
         yield Row(
-            name=f"quiet windows in which {name} names something", ours=100 * count / windows,
-            unit="%", goal=at_most(limit), note=f"{count} of {windows}",
+            name=f"quiet windows in which {name} names something{measured}",
+            ours=100 * count / windows, unit="%", goal=at_most(limit),
+            note=f"{count} of {windows}",
         )  # fmt: skip
     invented = sum(each.num_invented for each in outcomes)
     yield Row(
-        name="incidents of healthy runs", ours=invented, unit="", goal=exactly(0),
+        name=f"incidents of healthy runs{measured}", ours=invented, unit="", goal=exactly(0),
         note=f"in {len(outcomes)} runs",
     )  # fmt: skip
 

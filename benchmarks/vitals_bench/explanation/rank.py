@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from trainer_hooks import watch
+from trainer_hooks import SignalSettings, watch
 from trainvitals.errors import TrainingHalted
 from vitals_bench.attribution.trainings import (
     CLIP,
@@ -30,6 +30,7 @@ from vitals_bench.attribution.trainings import (
 from vitals_bench.explanation.kinds import STEPS, Job, plan
 
 MODEL = "cnn"
+SIGNALS = SignalSettings(every=1, update_norm=True, outside_writes=True, activations=("*",))
 _SLOW_SECONDS = 0.05
 """Added to each step of a slow rank."""
 _PACE_SECONDS = 0.004
@@ -123,7 +124,9 @@ def train(job: Job, *, steps: int = STEPS, on_look: Callable[[], object] = lambd
             yield faults.batch(training.batch_of(step, rank, False))
 
     run_id = ""
-    with suppress(CrashError, TrainingHalted), watch(model, optimizer, schedule) as monitor:
+    signals = SIGNALS if job.has_signals else None
+    watched = watch(model, optimizer, schedule, signals=signals)
+    with suppress(CrashError, TrainingHalted), watched as monitor:
         run_id = monitor.run_id
         for step, (x, y) in enumerate(monitor.batches(batches())):
             faults.before_forward()
