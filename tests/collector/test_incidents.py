@@ -212,6 +212,24 @@ def test_a_wait_for_a_rank_that_failed_follows_from_the_failure(
         assert cause in incidents[0].verdict.cause
 
 
+def test_a_high_loss_names_its_rank_and_is_not_why_a_program_failed(store: Store):
+    writers = [Writer(f"rank:{rank}", world_size=2) for rank in range(2)]
+    losses = [2.0 + 0.01 * (s % 7) for s in range(304)]
+    for rank, writer in enumerate(writers):
+        own = [*losses[:300], *[9.0] * 4] if rank else losses
+        ingest(store, writer.steps(range(304), rank_loss=own, loss=losses))
+    high = finding("spike", 300, cause="loss_outlier", value=5.5, limit=3.0)
+    failed = RunEnded(state="failed", reason="ValueError: no such shard")
+    ingest(store, writers[0].events(high, failed, step=300))
+    causes = {one.title: one.verdict.cause for one in told(store)}
+    assert {"Loss outlier at step 300", "RunFailed at step 303"} == set(causes)
+    loss, failure = causes["Loss outlier at step 300"], causes["RunFailed at step 303"]
+    assert loss.startswith("Loss reached 5.5 (limit 3) at step 300, because of rank 1.")
+    assert "Moved first: data of rank 1: its loss at step 300" in loss
+    assert "no such shard" in failure
+    assert "Moved first" not in failure
+
+
 def test_a_run_without_trouble_has_none_and_http_says_what_the_store_does(served: Served):
     with served.client("ingest") as client:
         client.ingest(Writer().steps(range(3), loss=1.0))
@@ -348,6 +366,8 @@ _SKIP = d("skip_step", 10)
 _HIGH = f(8, cause="loss_burst")
 _STALL = f(10, "data_bound", cause="loader_stall")
 _RATE = ["8", "10 10"]
+_BURST = f(8, cause="loss_burst", value=9.0, limit=3.0)
+_ZERO = f(10, "layer_gradient", value=0.0, limit=None)
 _NAN = (f(10, cause="nonfinite_loss", rank=1), d("skip_step", 10, rank=1))
 
 
@@ -369,6 +389,11 @@ _NAN = (f(10, cause="nonfinite_loss", rank=1), d("skip_step", 10, rank=1))
         ((_HIGH, f(10, "learning_rate", cause="lr_jump"), f(12, cause="spike")), ["8", "10 12"]),
         ((f(8, cause="a"), f(10, cause="b"), f(10, "learning_rate", cause="lr_jump")), _RATE),
         ((f(10, "learning_rate", cause="lr_jump"), f(12, cause="loss_burst")), ["10 12"]),
+        ((_BURST, _ZERO), ["8", "10"]),
+        ((_ZERO, f(11, cause="loss_burst")), ["10 11"]),
+        ((_BURST, f(10, "layer_gradient", value=5.0, limit=1.0)), ["8 10"]),
+        ((_BURST, *_NAN, _PARAMS), ["8", "12 10 10"]),
+        ((f(8, cause="loss_burst", value=1e9, limit=1.0), *_NAN, _PARAMS), ["8 10 10 12"]),
         ((_STALL, f(12, "throughput")), ["10", "12"]),
         ((_STALL, f(12, "straggler", cause="straggler_host", rank=1)), ["10", "12"]),
         ((_STALL, f(12, "data_bound", cause="data_bound"), f(14, "throughput")), ["10 12 14"]),

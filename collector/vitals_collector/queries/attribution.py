@@ -30,7 +30,7 @@ from trainvitals.views import FindingView
 from vitals_collector.live import step_join
 from vitals_collector.live.live_monitor import watched_onsets
 from vitals_collector.numbers.interface import Columns, RowSpan
-from vitals_collector.queries.grouping import SETTING_CAUSES, domain_of
+from vitals_collector.queries.grouping import DEATHS, SETTING_CAUSES, domain_of
 from vitals_collector.queries.heatmap_layers import layer_names
 from vitals_collector.queries.series import exclusive_end, measured_by_stream
 from vitals_collector.queries.top_changes import attempt_of
@@ -90,6 +90,8 @@ def precursor(
             return None
         onsets = tracker.onsets
     is_of_speed = domain_of(cause) == "speed"
+    if cause in DEATHS:  # a program fails over a NaN, not over a high loss
+        onsets = tuple(each for each in onsets if each.is_nonfinite)
     if cause == "throughput":  # a wait that has ended does not make later steps slow
         onsets = tuple(each for each in onsets if each.last_step >= step + LAG)
     planned = _load_announced_changes(moment.sql, run_id, attempt)

@@ -8,6 +8,7 @@ faults. A rollback includes the items of its cause on the attempt that it left. 
 those on the new attempt up to the step of the original problem.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -50,6 +51,9 @@ class IncidentItem(NamedTuple):
     """Attempt that a rollback started."""
     is_withheld: bool = False
     """Whether its update was skipped, so that it damaged no parameter."""
+    excess: float = 0.0
+    """A finding's value as a multiple of its limit, if it has both and they are finite; 0
+    otherwise, and for a layer's gradient that is exactly 0."""
 
 
 DEATHS = ("rank_gone", "RunFailed", "restart")
@@ -66,10 +70,12 @@ def domain_of(name: str, default: str = "numbers") -> str:
 def item_of_finding(index: int, finding: Finding, attempt: int, time_unix_ns: int) -> IncidentItem:
     """Convert a finding to an item that can be grouped with others to an incident."""
     onset = finding.onset_step if 0 <= finding.onset_step <= finding.step else finding.step
-    domain = domain_of(finding.kind)
+    domain, excess = domain_of(finding.kind), 0.0
+    if finding.value is not None and finding.limit and math.isfinite(finding.value):
+        excess = abs(finding.value / finding.limit)
     return IncidentItem(
         "finding", index, attempt, onset, onset, finding.step, time_unix_ns,
-        finding.cause or finding.kind, domain, finding.rank,
+        finding.cause or finding.kind, domain, finding.rank, excess=excess,
     )  # fmt: skip
 
 
@@ -114,8 +120,10 @@ def group_incidents(items: Sequence[IncidentItem]) -> list[list[IncidentItem]]:
     clusters = [
         _deaths_first(_root_first(_slowdown_last(part)))
         for members in groups.values()
-        for half in _split_setting(sorted(members, key=_item_sort_key))
-        for part in _split_isolated_step(half)
+        for later in _split_frozen_layer(sorted(members, key=_item_sort_key))
+        for half in _split_setting(later)
+        for whole in _split_damage(half)
+        for part in _split_isolated_step(whole)
     ]
     return sorted(
         clusters, key=lambda cluster: (cluster[0].attempt, cluster[0].onset, cluster[0].cause)
@@ -184,6 +192,34 @@ def _split_setting(members: list[IncidentItem]) -> list[list[IncidentItem]]:
     after = [item for item in members if item.onset >= changed[0]]
     after.sort(key=lambda item: item.cause not in SETTING_CAUSES)
     return [before, after]
+
+
+def _split_frozen_layer(members: list[IncidentItem]) -> list[list[IncidentItem]]:
+    """Separate a layer whose gradient stays at 0 from high losses around it, which end."""
+    first = members[0]
+    frozen = [i for i in members if i.cause == "layer_gradient" and not i.excess]
+    if not frozen or frozen[0].onset == first.onset:
+        return [members]
+    return [[item for item in members if item not in frozen], frozen]
+
+
+OVERFLOW = 1e3
+"""Multiple of the limit up to which a loss or gradient does not overflow one step later."""
+
+
+def _split_damage(members: list[IncidentItem]) -> list[list[IncidentItem]]:
+    """Separate NaN parameters, and the NaN losses that they cause, from high losses before them.
+
+    A finite gradient makes no NaN of a parameter, unless the values were about to overflow.
+    """
+    first = members[0]
+    bad = [i for i in members if i.cause == "nonfinite_params" or i.cause in _FROM_PARAMS]
+    if first in bad or not any(item.cause == "nonfinite_params" for item in bad):
+        return [members]
+    before = [item for item in members if item.onset < bad[0].onset and item.kind == "finding"]
+    if not before or not all(0.0 < item.excess <= OVERFLOW for item in before):
+        return [members]
+    return [before, [item for item in members if item not in before]]
 
 
 _BLOW_UP = ("loss_outlier", "grad_norm_outlier")

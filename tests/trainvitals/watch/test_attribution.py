@@ -225,6 +225,17 @@ def test_a_rate_that_jumps_among_bad_batches_is_an_onset_of_its_own():
     assert None is named(seen(CASES["the data of all"][0]), BAD + 2, is_of_setting=True)
 
 
+def test_a_layer_that_freezes_among_bad_batches_is_an_onset_of_its_own():
+    def damage(step, age):
+        if age < 5:
+            step = change(step, ranks={("rank_loss", rank): 9.0 for rank in range(4)})
+        return change(step, layers={("h.2", "grad_norm"): 0.0}) if age >= 2 else step
+
+    tracker = seen(damage)
+    assert (BAD + 2, "layer", "h.2", "grad_norm") == named(tracker, BAD + 2)
+    assert (BAD, "data") == named(tracker, BAD + 1)[:2]
+
+
 def test_without_layers_only_the_total_is_named():
     def damage(step, age):
         return change(step, run={"grad_norm": 400.0}) if age == 0 else step

@@ -428,10 +428,10 @@ class _OnsetEpisode:
             self._long, self._order = 0, first.order
             self.onset = _build_onset(attempt, first, out, now, is_old=is_old)
             return True
-        turned = [each for each in out if each.order == 0 or each.value is each.sigmas is None]
+        turned = [each for each in out if each.order == 0 or not (each.value or each.sigmas)]
         if turned and not onset.is_nonfinite and not onset.is_lasting:
-            # A NaN does not follow from a series that was only high, a setting from nothing:
-            # each has its own origin.
+            # A NaN or a gradient of exactly 0 does not follow from a series that was only high, a
+            # setting from nothing: each has its own origin.
             first = min(turned, key=lambda each: (each.step, each.order))
             self._long, self._order = 0, first.order
             self.onset = _build_onset(attempt, first, out, now, is_old=is_old)
@@ -603,7 +603,7 @@ class OnsetTracker:
         this, only a measurement of the weights tells the two apart.
         """
         onset, last = self._numbers.onset, self._loss_height
-        if onset is None or not onset.is_nonfinite:
+        if onset is None or not (onset.is_nonfinite or onset.is_lasting):
             is_loss = onset is not None and (onset.subject, onset.series) == ("losses", "loss")
             self._high_loss = onset if is_loss else None
         if self._high_loss is None:
@@ -1034,8 +1034,10 @@ def find_origin_onset(
         and (is_of_speed is None or onset.is_of_speed == is_of_speed)
         and (onset.is_of_setting or not is_of_setting)
     ]
-    # A number that is NaN at the step outranks every earlier series that was only high.
+    # A number that is NaN at the step outranks every earlier series that was only high, and so does
+    # a layer that learns no more since this step.
     turned = [onset for onset in near if onset.is_nonfinite and onset.last_step >= step]
     lasting = [onset for onset in near if onset.is_lasting]
-    first = min(turned + lasting if turned else near, key=lambda onset: onset.step, default=None)
+    is_strong = bool(turned) or any(onset.step == step for onset in lasting)
+    first = min(turned + lasting if is_strong else near, key=lambda onset: onset.step, default=None)
     return None if first is None or first.is_old else first
