@@ -166,7 +166,7 @@ class ThroughputWatcher(LastingWatcher):
         "_episode",
         "_costs",
         "_steps",
-        state_row("told", "_told", "_worse_blocks"),
+        state_row("reported", "_reported", "_worse_blocks"),
     )
     MAY_LACK = True
     """States of an earlier version contain no single steps."""
@@ -187,7 +187,7 @@ class ThroughputWatcher(LastingWatcher):
         """Costs of the steps of the blocks that a report needs, and of the one before them."""
         self._steps: list[int] = []
         """Their steps."""
-        self._told = 0.0
+        self._reported = 0.0
         """Cost of the latest report."""
         self._worse_blocks = 0
 
@@ -246,16 +246,16 @@ class ThroughputWatcher(LastingWatcher):
             return ()
         is_present = self._low_blocks >= config.persistence
         begins = self._episode.begins(is_present) if is_present or not is_low else False
-        is_worse = self._episode.on and cost > self._told + math.log(config.worse)
+        is_worse = self._episode.on and cost > self._reported + math.log(config.worse)
         self._worse_blocks = self._worse_blocks + 1 if is_worse else 0
         num, level = self._low_blocks, best
         if not begins and self._worse_blocks >= config.persistence:
-            begins, num, level = True, self._worse_blocks, self._told
+            begins, num, level = True, self._worse_blocks, self._reported
         if self._low_blocks >= config.accept_after:
             self._blocks, self._best, self._low_blocks = [cost], None, 0
         if not begins:
             return ()
-        self._told, self._worse_blocks = cost, 0
+        self._reported, self._worse_blocks = cost, 0
         onset = self._find_onset(level, cost)
         return self._report_slowdown(step, cost, best, allowed, num=num, onset=onset)
 
