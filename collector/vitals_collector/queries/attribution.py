@@ -77,7 +77,7 @@ def precursor(
     The ``cause`` of the problem decides: slowness and wrong numbers have different origins.
     """
     if cause.startswith("straggler_") and cause != "straggler_data":
-        return Precursor()  # the finding names rank and part: a wait for data is something else
+        return Precursor()  # the finding names its part, which is not a wait for data
     live = watched_onsets(moment.sql, run_id)
     if live is not None and live.cover((attempt, step - WINDOW), (attempt, step)):
         onsets = live.onsets

@@ -1034,8 +1034,8 @@ def find_origin_onset(
         and (is_of_speed is None or onset.is_of_speed == is_of_speed)
         and (onset.is_of_setting or not is_of_setting)
     ]
-    # A number that is NaN at the step outranks every earlier series that was only high, and so does
-    # a layer that learns no more since this step.
+    # A number that is NaN at the step outranks every earlier series that was only high. A layer
+    # that learns no more since this step outranks them too.
     turned = [onset for onset in near if onset.is_nonfinite and onset.last_step >= step]
     lasting = [onset for onset in near if onset.is_lasting]
     is_strong = bool(turned) or any(onset.step == step for onset in lasting)
