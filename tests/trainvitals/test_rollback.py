@@ -131,6 +131,18 @@ def test_what_the_latest_steps_show_as_well_is_damage_and_not_forgetting(recent,
     assert (["rollback"] if is_damage else []) == [d.action for d in made]
 
 
+def test_a_suspicion_is_settled_after_32_steps_however_long_the_pause_is_by_now():
+    ratios = iter([1.0, 1.0, 9.0, 9.0])
+    run = Run(probe=lambda ask: reads(next(ratios))(ask))
+    run.trend = LossTrend(2.0, 0.1, 3.0, 0.0, 18.0)
+    for num_quiet in (16, 32, 0):
+        assert {"skip_step"} == {d.action for d in run.feed("outlier")}
+        assert [] == run.feed(*("ok",) * num_quiet)
+    assert ["sound", "sound", "state"] == [read.verdict for read in run.readings]
+    assert [] == run.feed(*("ok",) * 31)
+    assert ["rollback"] == [d.action for d in run.feed("ok")]
+
+
 def test_losses_below_zero_have_no_ratio():
     run = Run(probe=reads(9.0), lowest=-0.1)
     assert {"skip_step"} == {d.action for d in run.feed("outlier")}

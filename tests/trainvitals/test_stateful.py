@@ -183,7 +183,8 @@ IN_STORES = {
     "update_ratio": "place courses episode",
     "weight_norm": "place logarithms episode",
     "activation": "place courses dead episode collapse",
-    "throughput": "place pace measures block blocks best noise low_blocks episode costs steps reported",
+    "throughput": "place pace measures block blocks best noise low_blocks episode costs steps "
+    "reported",
     "data_bound": "place waits durations of_rank start episode usual stalled stall_episode "
     "num_stalled",
     "straggler": "place window optimizer since told",

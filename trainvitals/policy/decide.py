@@ -330,7 +330,8 @@ def _probe_findings(
     onsets = [f.onset_step if f.onset_step >= 0 else f.step for f in reported]
     if not onsets and _has_loss_risen(state.lr_jump, context):
         onsets = [step - _LEVEL_STEPS]
-    if suspected >= 0 and step - suspected >= LATE_STEPS:
+    is_late = suspected >= 0 and step - suspected >= LATE_STEPS
+    if is_late:
         onsets, trigger = [suspected], "level"
     if not onsets or context.inputs.probe is None or context.loss_kind != "minimize":
         return result
@@ -345,7 +346,8 @@ def _probe_findings(
     asks = (step - clock + t for t in times if clock - t <= 4 * config.ask_pause)
     since = min([since, *(ask for ask in asks if ask >= state.first_step)])
     is_near = is_near_jump(state, onset, context)
-    if clock < (times[-1] + _LEVEL_STEPS if is_near and times else next_probe_clock(state, config)):
+    pause_ends = times[-1] + _LEVEL_STEPS if is_near and times else next_probe_clock(state, config)
+    if clock < pause_ends and not is_late:
         return result
     read = run_probe(state, trigger, onset, context)
     if read is None:

@@ -121,7 +121,6 @@ _MEANINGS_OF_STATE: dict[tuple[str, str], str] = {
     ("level", "state"): "the state got worse on these batches",
     ("spike", "worse"): f"{_WORSE}; no update is withheld",
 }
-"""By trigger and verdict."""
 _MEANINGS = {"sound": "the state is healthy", "state": "the state is damaged", "worse": _WORSE}
 
 
@@ -164,11 +163,9 @@ LATE_STEPS = 32
 _MIN_UNDONE_RATIO = 1.25
 """Minimum ratio at which lost progress counts as damage."""
 _MIN_UNDONE = 0.1
-"""Share of the progress below which no multiple of the loss counts: on memorized data one large
-step raises the loss 2 to 3.5 times, and it soon recovers."""
+"""Least lost share of the progress: on memorized data one large step raises the loss 3.5 times."""
 _LOST, _AS_BAD = 0.25, 0.8
-"""Share of the progress lost on earlier batches, and share of that rise in the latest losses, which
-exclude forgetting: it shows at most 0.4 of the rise."""
+"""Lost share of the progress, and share of it in the latest losses: 0.4 at most if forgotten."""
 _UNCLIPPED = 1.5
 """Multiple of the share of lost progress without a clip: healthy states spike higher there."""
 _ONSET_TOLERANCE = 8
