@@ -45,9 +45,10 @@ _PROBE_LINE = "attached.keep_batch(batch, loss_of) before each forward"
 def attach(
     model: nn.Module,
     optimizers: Optimizer | Sequence[Optimizer] | None = None,
+    schedulers: Any | Sequence[Any] | None = None,
     *,
     run: str | None = None,
-    mode: Literal["off", "observe", "guard"] = "guard",
+    mode: Literal["off", "observe", "guard", "heal"] = "guard",
     scaler: torch.amp.GradScaler | None = None,
     max_norm: MaxNorm | None = None,
     dir: str | Path | None = None,
@@ -67,15 +68,23 @@ def attach(
     The loop stays as it is. An update with NaN or Inf in its gradients is skipped on all ranks;
     also one with NaN or Inf in the loss, if the loop calls ``Attached.loss``. Outliers of the norm
     are judged only if the norm before the clip is known: with ``max_norm``, or if the loop calls
-    ``Attached.before_clip`` or ``Attached.grad_norm``. There is no rollback; use ``watch`` for
-    that. If the run is halted, ``optimizer.step()`` raises ``TrainingHalted``.
+    ``Attached.before_clip`` or ``Attached.grad_norm``. If the run is halted, ``optimizer.step()``
+    raises ``TrainingHalted``.
+
+    In mode ``heal`` a damaged state goes back inside ``optimizer.step()``: parameters, buffers,
+    optimizer state, scaler, random numbers, ``schedulers`` and ``state``, from snapshots in memory.
+    The data moves on, because the loop has its own loader, and the loop saves its own checkpoints.
+    ``Attached.when_rolled_back`` can set its counters back.
 
     Args:
         model: the module, wrapped (DDP, FSDP) or not.
-        optimizers: one or several; all of them are stepped after the same backward.
+        optimizers: one or several; all of them are stepped after the same backward. Mode ``heal``
+            takes one.
+        schedulers: learning-rate schedulers that the loop steps after ``optimizer.step()``; a
+            rollback restores them.
         run: display name of the run.
-        mode: ``guard`` skips and may stop the run, ``observe`` only decides and records, ``off``
-            does nothing. ``VITALS_MODE=off|observe`` lowers it.
+        mode: ``guard`` skips and may stop the run, ``heal`` also rolls back, ``observe`` only
+            decides and records, ``off`` does nothing. ``VITALS_MODE=off|observe`` lowers it.
         scaler: the loop's gradient scaler.
         max_norm: clip to this norm inside ``optimizer.step()``; the loop must not clip then.
             ``"auto"`` clips to a multiple of the recent median norm. Inf measures the norm and
@@ -105,6 +114,7 @@ def attach(
     arguments = WatchArguments(
         model=model,
         optimizers=tuple(as_list(optimizers)),
+        schedulers=tuple(as_list(schedulers)),
         run=run,
         mode=mode,
         scaler=scaler,
@@ -165,6 +175,7 @@ class Attached(MonitorBase):
         self._num_batches = 0
         self._is_reported = False
         self._undo: list[Callable[[], None]] = []
+        self._rewinds: list[Callable[[int], None]] = []
         stepped = device.optimizers if device.engine.guards else ()
         self.route = StepInterception(stepped, device.scaler, self._step_one, run.faults)
 
@@ -214,9 +225,9 @@ class Attached(MonitorBase):
     def keep_batch(self, batch: Any, probe: LossOf) -> None:
         """Keep this batch of an attached loop for the probe, if it is due.
 
-        Call before the forward of the batch, on all ranks and in every step. ``attach`` does not
-        roll back: if the probe finds damaged weights, an alert pages. The step's loss must be known
-        (``loss``, or the adapter), because the result of ``probe`` is compared with it.
+        Call before the forward of the batch, on all ranks and in every step. If the probe finds
+        damaged weights, mode ``heal`` rolls back, and in ``guard`` an alert pages. The step's loss
+        must be known (``loss``, or the adapter): the result of ``probe`` is compared with it.
 
         Args:
             batch: the argument for ``probe``.
@@ -226,6 +237,14 @@ class Attached(MonitorBase):
             self._probe.set_loss(probe, step=self._step, attempt=self.attempt)
         self._probe.keep(batch)
         self._num_batches += 1
+
+    def when_rolled_back(self, rewind: Callable[[int], None]) -> None:
+        """Call ``rewind`` at the end of ``optimizer.step()`` if the guard's state went back.
+
+        Args:
+            rewind: gets the number of steps by which the state went back, this step included.
+        """
+        self._rewinds.append(rewind)
 
     def when_closed(self, undo: Callable[[], None]) -> None:
         """Call ``undo`` when ``attach``'s guard closes, to restore what an adapter replaced."""
@@ -293,15 +312,37 @@ class Attached(MonitorBase):
             before_clip=judged.before_clip,
         )
         self._step += 1
-        if device.sampler is not None:
-            device.sampler.start_step(self._step)
         self._norm = None
+        restored = None
         while ready is not None or (ready := parts.pop_urgent_numbers()) is not None:
             judgement = judge_returned(run, *ready, now_step=attempted)
-            carry_out(run, judgement, now_step=attempted)
+            restored = carry_out(run, judgement, now_step=attempted)
+            if restored is not None:
+                self._after_rollback(restored.step)
+                break
             ready = None
+        if device.sampler is not None:
+            device.sampler.start_step(self._step)
         if run.features.has_pending_work:
             self._run_between_steps(attempted)
+        if restored is not None:
+            self._move_on(attempted)
+        if run.recovery is not None:
+            with run.times.checkpoint():
+                # After the judgement: it may prove a snapshot that would be evicted before it.
+                run.recovery.after_step(self._step, run.attempt, self._meta)
+
+    def _move_on(self, attempted: int) -> None:
+        """Record in an attached loop that the data moves on, and call ``rewind`` of its owner."""
+        run, num = self._run, attempted + 1 - self._step
+        text = (
+            f"data: continues after the batch of step {attempted} (not exact: the loop has its own "
+            "loader)"
+        )
+        run.emitter.note("data", text, step=self._step, attempt=run.attempt)
+        for rewind in self._rewinds:
+            with run.faults.fail_open("rewind"):
+                rewind(num)
 
     def _report_never_stepped(self, evidence: str) -> None:
         """Report that the loop steps something else than the optimizers given to ``attach``."""

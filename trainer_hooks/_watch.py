@@ -334,6 +334,7 @@ def _build_recovery(
         state=state,
         replicas=replicas,
         keep_evaluated=stopping is not None and stopping.keep_best,
+        is_on_disk=not arguments.keeps_snapshots_only,
     )
 
 

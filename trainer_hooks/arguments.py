@@ -85,6 +85,11 @@ class WatchArguments:
         """Whether the loop may add parameter groups: Vitals controls its step and optimizers."""
         return self.owns_step and self.engine is None and self.pipeline is None
 
+    @property
+    def keeps_snapshots_only(self) -> bool:
+        """Whether the loop saves its own checkpoints, and Vitals keeps states in memory only."""
+        return self.mode == "heal" and not self.owns_step
+
     def stages(self) -> PipelineStages | None:
         """Return the rank's stages of the pipeline given to ``watch``; None without one."""
         return None if self.pipeline is None else PipelineStages.of(self.pipeline)
@@ -163,7 +168,7 @@ class WatchArguments:
             _check_on_hang(self.on_hang)
             self.declared_schedule()
             scaled = self.scaler is not None and self.scaler.is_enabled()
-            mode = _effective_mode(self.mode, environ, checkpoints, owns_step=self.owns_step)
+            mode = _effective_mode(self, environ)
             if mode != "off":
                 _check_pipeline(self)
             reaction = (self.on_collapse, self.task if self.on_collapse == "stop" else None)
@@ -184,6 +189,8 @@ class WatchArguments:
 
     def checkpoint_settings(self, run_dir: RunDir) -> CheckpointSettings | None:
         """Return where and how ``watch`` stores checkpoints; None if they are off."""
+        if self.keeps_snapshots_only:
+            return CheckpointSettings(directory=run_dir.checkpoints_dir)
         if not self.checkpoints:
             return None
         if isinstance(self.checkpoints, CheckpointSettings):
@@ -403,10 +410,9 @@ def _check_names_and_paths(arguments: WatchArguments) -> None:
         )
 
 
-def _effective_mode(
-    mode: str, environ: Mapping[str, str], checkpoints: object, *, owns_step: bool = True
-) -> Mode:
+def _effective_mode(arguments: WatchArguments, environ: Mapping[str, str]) -> Mode:
     """Return the mode of ``watch`` after ``VITALS_MODE``; refuse impossible ones."""
+    mode: str = arguments.mode
     override = environ.get("VITALS_MODE") or None  # launchers may set it to an empty string
     if override is not None and override not in ("off", "observe"):
         raise UsageError(
@@ -418,14 +424,22 @@ def _effective_mode(
             f"mode is {mode!r}; it must be one of {', '.join(_MODES)}",
             hint="observe only records, guard skips bad updates, heal also rolls back",
         )
-    if mode == "heal" and not owns_step:
+    if mode == "heal" and arguments.engine is not None:
         raise UsageError(
-            "attach() cannot roll back, because it does not control the loop's own state",
+            "mode 'heal' cannot roll back here, because the framework's engine keeps the weights "
+            "and the optimizer state in a form of its own",
+            hint="use mode='guard' and the engine's checkpoints; with FSDP2 instead of ZeRO the "
+            "state can go back",
+        )
+    if mode == "heal" and not arguments.owns_step and len(arguments.optimizers) > 1:
+        raise UsageError(
+            f"attach() with {len(arguments.optimizers)} optimizers cannot roll back, because the "
+            "loop steps them one after another",
             hint="use monitor = trainvitals.watch(..., mode='heal', checkpoints=True) and "
-            "monitor.step(loss)",
+            "monitor.step(loss), or mode='guard'",
         )
     effective = mode if override is None else min(mode, override, key=_MODES.index)
-    if effective == "heal" and not checkpoints:
+    if effective == "heal" and arguments.owns_step and not arguments.checkpoints:
         raise UsageError(
             "mode 'heal' rolls back, so it needs checkpoints",
             hint="watch(..., mode='heal', checkpoints=True) keeps them in the run directory",

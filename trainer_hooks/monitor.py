@@ -511,8 +511,7 @@ class Monitor(MonitorBase):
             window = self._feed.window_of(judgement.decision)
             restored = carry_out(self._run, judgement, now_step=attempted, window=window)
             if restored is not None and judgement.decision is not None:
-                self._step = restored.step
-                self._after_rollback()
+                self._after_rollback(restored.step)
                 data = restored.meta.get("data")
                 goes_back = self._feed.rewind_after_rollback(
                     judgement.decision, data, window, step=self._step
@@ -539,21 +538,7 @@ class Monitor(MonitorBase):
         text = f"{decision.reason}; saved {name}" if name else decision.reason
         return judgement._replace(decision=replace(decision, reason=text))
 
-    def _after_rollback(self) -> None:
-        """Record the steps in flight, and discard them: they belong to the old attempt."""
-        while (remaining := self._device.readback.pop()) is not None:
-            judge_returned(self._run, *remaining, now_step=self._step)
-        self._start_again()
-
     def _start_again(self) -> None:
-        """Reset the monitor's parts that depend on the state before a rollback."""
-        for feature in self._run.features:
-            feature.on_restored(self._step)
-        self._device.shadow.keep_restored()
-        if self._device.sampler is not None:
-            self._device.sampler.discard_copies()
-        if self._device.averages is not None:
-            self._device.averages.block_after_rollback()
-        self._parts.forget_row()
-        self._parts.clock.restart()
+        """Reset what depends on the state before a rollback, the monitor's gradients too."""
+        super()._start_again()
         self._clearing.clear()

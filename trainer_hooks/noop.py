@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -217,6 +217,9 @@ class Unattached(NullMonitor):
 
     def keep_batch(self, batch: Any, probe: LossOf) -> None:
         """Keep no batch for a probe: ``attach`` guards nothing in mode off."""
+
+    def when_rolled_back(self, rewind: Callable[[int], None]) -> None:
+        """Never call ``rewind``: ``attach`` rolls nothing back in mode off."""
 
     def close(self) -> None:
         """Restore ``optimizer.step`` after ``attach`` in mode off."""

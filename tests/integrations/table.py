@@ -31,9 +31,10 @@ step, and `VITALS_MODE=observe` or `off` lowers the mode without a code change.
 ASKED = """\
 ## Probe
 
-The probe finds out whether the weights are damaged. An adapter cannot roll back, so the result
-pages. *By the loop*: call `attached.keep_batch(batch, loss_of)` before each forward, on all ranks,
-with the `Attached` of the adapter; without it the event `no_probe` reports it once.
+The probe finds out whether the weights are damaged. In mode `heal` the state then goes back, in
+`guard` the result pages. *By the loop*: call `attached.keep_batch(batch, loss_of)` before each
+forward, on all ranks, with the `Attached` of the adapter; without it the event `no_probe` reports
+it once.
 
 | framework | the probe is set |
 |---|---|

@@ -468,3 +468,59 @@ def at_end(call):
             call()
 
     return AtEnd()
+
+
+class Positions(TrainerCallback):
+    """Keeps after each step its numbers, and the parameters by the trainer's own step."""
+
+    def __init__(self, callback):
+        self.callback, self.steps, self.rates, self.parameters = callback, [], [], {}
+        self.same = []
+
+    def on_step_end(self, args, state, control, model, lr_scheduler, **kwargs):
+        now = [p.detach().clone() for p in model.parameters()]
+        self.steps.append((state.global_step, self.callback.attached.step_index))
+        self.rates.append(lr_scheduler.get_last_lr()[0])
+        if state.global_step in self.parameters:
+            self.same.append((state.global_step, same(now, self.parameters[state.global_step])))
+        self.parameters[state.global_step] = now
+
+
+class Damaged(Spoiled):
+    """Makes a weight NaN before the forward of one batch."""
+
+    calls = 0
+
+    def training_step(self, model, *args, **kwargs):
+        self.calls += 1
+        if self.calls == 62:
+            with torch.no_grad():
+                model.net[0].weight[0, 0] = NAN
+        return super().training_step(model, *args, **kwargs)
+
+
+def test_in_heal_a_damaged_model_goes_back_with_the_trainer_s_step_and_rate(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "Spoiled", Damaged)
+    monkeypatch.setattr(sys.modules[__name__], "STEPS", 96)
+    trainer, seen, callback = make(tmp_path, options={"mode": "heal"}, logging_steps=5)
+    positions = Positions(callback)
+    trainer.add_callback(positions)
+    trainer.train()
+    assert all(step == ours for step, ours in positions.steps)
+    fall = next(i for i in range(1, 96) if positions.steps[i] < positions.steps[i - 1])
+    back, num = (
+        positions.steps[fall][0],
+        positions.steps[fall - 1][0] + 1 - positions.steps[fall][0],
+    )
+    assert fall in range(61, 66)
+    assert 0 < back < 61
+    assert (back, True) == positions.same[0]
+    assert positions.rates[back - 1] == positions.rates[fall]
+    assert 96 - num == trainer.state.global_step == len(set(positions.steps))
+    losses = [log["loss"] for log in seen.logs if "loss" in log]
+    assert all(0 < loss < 10 for loss in losses)
+    assert all(bool(p.isfinite().all()) for p in trainer.model.parameters())
+    assert [("finished", "")] == ends(tmp_path)
+    assert [0, back] == [
+        e.fork_step for e in journal(tmp_path).events if isinstance(e, AttemptStarted)
+    ]

@@ -279,3 +279,34 @@ def test_a_module_that_gives_its_batches_has_the_state_asked_and_trains_as_befor
     assert 0 < module.reading.num_batches
     assert same(bare, module)
     assert [] == journal(tmp_path).notes("no_probe")
+
+
+class TestHeal:
+    def test_a_damaged_module_goes_back_with_the_step_and_the_rate(self, tmp_path):
+        class Damaged(Lit):
+            def __init__(self):
+                super().__init__()
+                self.steps, self.rates = [], []
+
+            def training_step(self, batch, batch_idx):
+                if batch_idx == 62:
+                    with torch.no_grad():
+                        next(self.parameters()).view(-1)[0] = NAN
+                return super().training_step(batch, batch_idx)
+
+            def on_train_batch_end(self, *_):
+                self.steps.append((self.trainer.global_step, vitals.attached.step_index))
+                self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+        vitals = VitalsCallback(mode="heal")
+        module, _, made = fit(tmp_path, Damaged(), batches=96, vitals=vitals)
+        assert all(step == ours for step, ours in module.steps)
+        fall = next(i for i in range(1, 96) if module.steps[i] < module.steps[i - 1])
+        back = module.steps[fall][0]
+        assert (fall in range(62, 66), 0 < back < 62) == (True, True)
+        assert module.rates[back - 1] == module.rates[fall]
+        assert made.global_step == 96 - (module.steps[fall - 1][0] + 1 - back)
+        assert all(bool(p.isfinite().all()) for p in module.parameters())
+        assert [0, back] == [
+            e.fork_step for e in journal(tmp_path).events if isinstance(e, AttemptStarted)
+        ]

@@ -158,6 +158,17 @@ def test_of_what_both_ranks_log_rank_0_alone_keeps_it(played):
     assert [] == Journal(place / "shm", rank=1).scalars()
 
 
+def test_in_heal_a_damaged_shard_sends_the_trainer_back_and_it_trains_to_its_last_step(played):
+    ranks, journal, _ = played("healing")
+    ((num,),) = {tuple(rank["back"]) for rank in ranks}
+    (branch,) = [a for a in of(journal, AttemptStarted) if a.fork_step]
+    assert (0 < branch.fork_step < 59, num in range(10, 62)) == (True, True)
+    for rank in ranks:
+        assert (70, 70, 70, True) == (rank["step"], rank["last"], rank["rate_at"], rank["finite"])
+        assert 70 + num == len(rank["changed"])
+        assert {} == rank["faults"]
+
+
 # ------------------------------------------------------------------------------ checkpoints
 
 

@@ -176,6 +176,29 @@ def halting() -> dict[str, Any]:
     return summary(trainer, attached, halted=halted)
 
 
+def healing() -> dict[str, Any]:
+    """A weight of rank 1 turns NaN after a snapshot is healthy: both go back, and train on."""
+    trainer = made(Spoiled, "healing", steps=70)
+
+    def break_parameter(trainer: Spoiled) -> None:
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                next(trainer.model_parts[0].parameters()).to_local().view(-1)[0] = NAN
+        trainer.acts = {}
+
+    trainer.acts = {60: break_parameter}
+    attached = attach(trainer, mode="heal")
+    back: list[int] = []
+    attached.when_rolled_back(back.append)
+    trainer.train()
+    (schedule,) = trainer.lr_schedulers
+    params = [p.to_local() for p in trainer.model_parts[0].parameters()]
+    return summary(
+        trainer, attached, back=back, last=trainer.step, rate_at=schedule.last_epoch,
+        finite=all(bool(p.isfinite().all()) for p in params),
+    )  # fmt: skip
+
+
 def off() -> dict[str, Any]:
     trainer = made(Spoiled, "off", steps=4, **KEEP)
     trainer.bad = (3,)
@@ -320,6 +343,7 @@ CASES = {
     "ddp": ddp,
     "failing": failing,
     "halting": halting,
+    "healing": healing,
     "off": off,
     "resuming": lambda: resuming("resuming"),
     "resuming, async": lambda: resuming("resuming-async", checkpoint__async_mode="async"),

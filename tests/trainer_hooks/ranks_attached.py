@@ -15,6 +15,7 @@ import trainer_hooks
 from tests.support.inside import device_of, facts_of, records_of, run_of
 from tests.trainer_hooks.each_outlier import withhold_each_outlier
 from tests.trainer_hooks.ranks_under_attack import alike, bits, boom, ddp, forward, same_on_all
+from trainer_hooks.tensors.gradients import local_tensor
 
 NAN, INF = float("nan"), float("inf")
 
@@ -148,6 +149,49 @@ def resumed(rank):
     return {**summary(attached, model, changed), "step": attached.step_index}
 
 
+def healed(rank, is_sharded):
+    """A weight of rank 1 alone turns NaN: with DDP in its copy, with FSDP2 in its shard."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    if is_sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    count, states, back = 0, {}, []
+
+    def rewind(num):
+        nonlocal count
+        count -= num
+
+    with trainer_hooks.attach(model, optimizer, schedule, mode="heal") as attached:
+        attached.when_rolled_back(rewind)
+        for step in range(70):
+            if step == 60 and rank == 1:
+                with torch.no_grad():
+                    local_tensor(next(model.parameters())).view(-1)[0] = NAN
+            attached.loss(forward(model, rank, step))
+            before = count
+            optimizer.step()
+            count += 1
+            now = [local_tensor(p).detach().clone() for p in model.parameters()]
+            if count <= before:
+                same = all(map(torch.equal, states[count], now))
+                back.append([step, count, same, schedule.last_epoch])
+            states[count] = now
+            schedule.step()
+            optimizer.zero_grad()
+        is_agreed = count == attached.step_index
+    finite = all(bool(part.isfinite().all()) for part in now)
+    return {
+        "back": back,
+        "finite": finite,
+        "agreed": is_agreed,
+        "faults": attached.swallowed_errors,
+    }
+
+
 def main(rank, folder):
     """Run every case on this rank, one after another; a hang in one is a hang of all."""
     folder = Path(folder)
@@ -163,5 +207,6 @@ def main(rank, folder):
         found[f"given {fused}"] = outlier(rank, fused, False)
         found[f"owned {fused}"] = outlier(rank, fused, True)
     found["resumed"] = resumed(rank)
+    found["healed"] = [healed(rank, is_sharded) for is_sharded in (False, True)]
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -85,7 +85,6 @@ WRONG = {
     "config is a list": {"config": [1]},
     "tags is None": {"tags": None},
     "max_norm is 0": {"attach": True, "max_norm": 0},
-    "attach() cannot roll back": {"attach": True, "mode": "heal"},
     "mode is 'gaurd'": {"mode": "gaurd"},
     "run is an int": {"run": 1},
     "state is a list": {"state": [1]},

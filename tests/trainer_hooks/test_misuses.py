@@ -170,8 +170,9 @@ def a_number_as_the_checkpoints(p):
     p.watch(mode="heal", checkpoints=100)
 
 
-def heal_without_the_step(p):
-    trainer_hooks.attach(p.model, p.optimizer, mode="heal")
+def heal_with_two_optimizers_that_the_loop_steps(p):
+    second = torch.optim.SGD(p.model.parameters(), lr=0.1)
+    trainer_hooks.attach(p.model, [p.optimizer, second], mode="heal")
 
 
 def epochs_that_are_no_whole_number(p):
@@ -367,7 +368,10 @@ REFUSED = {
     a_run_that_is_no_name: ("run is an int; it must be a name", "run='my-experiment'"),
     a_number_as_the_folder: ("dir is an int; it must be a directory", "VITALS_DIR"),
     a_number_as_the_checkpoints: ("an int; it must be True, a directory or", "=True"),
-    heal_without_the_step: (r"attach\(\) cannot roll back", r"trainvitals.watch\("),
+    heal_with_two_optimizers_that_the_loop_steps: (
+        r"attach\(\) with 2 optimizers cannot roll back",
+        r"trainvitals.watch\(",
+    ),
     epochs_that_are_no_whole_number: ("epochs is 1.5; it must be a whole number", "epochs=3"),
     a_number_as_the_probe: ("probe is an int; it must be a function", "probe=loss_of"),
     a_number_as_the_scaler: ("scaler is a float; it must be a torch.amp.GradScaler", ORDER),

@@ -51,3 +51,15 @@ def test_the_state_of_one_rank_protects_all_from_the_first_step(found):
     assert [([0], 33, 1)] * 2 == [(one["kept"], one["step"], one["skips"]) for one in ranks]
     assert ranks[0]["digest"] == ranks[1]["digest"]
     assert all(one["same"] for one in ranks)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_in_heal_a_weight_that_is_nan_on_one_rank_sends_both_back_to_the_same_state(
+    found, is_sharded
+):
+    ranks = [one["healed"][is_sharded] for one in found]
+    ((step, back, is_same, last_epoch),) = ranks[0]["back"]
+    assert (step in range(60, 64), 0 < back < 60, is_same) == (True, True, True)
+    assert back - 1 == last_epoch
+    assert ranks[0] == ranks[1]
+    assert (True, True, {}) == (ranks[0]["finite"], ranks[0]["agreed"], ranks[0]["faults"])

@@ -51,6 +51,8 @@ class CommandsFeature(StepFeature):
         if run.recovery is None:
             text = "the run makes no checkpoints: watch(checkpoints=...) does"
             self._unavailable["checkpoint"] = text
+        elif not run.recovery.is_on_disk:
+            self._unavailable["checkpoint"] = "attach() keeps states in memory; the loop saves them"
         self._set_paused(False)
 
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:

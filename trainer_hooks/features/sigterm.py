@@ -19,9 +19,15 @@ class SigtermFeature(StepFeature):
     """Whether any rank received SIGTERM: known on all ranks at the same step."""
 
     @property
+    def _saves(self) -> bool:
+        """Whether the ranks save a checkpoint and stop; otherwise each rank ends by itself."""
+        recovery = self._run.recovery
+        return recovery is not None and recovery.is_on_disk
+
+    @property
     def idle_hooks(self) -> tuple[str, ...]:
         """Without checkpoints, each rank ends by itself."""
-        return () if self._run.recovery is not None else ("on_reduced",)
+        return () if self._saves else ("on_reduced",)
 
     def contribute_always(self, step: OutgoingStep) -> Mapping[str, float]:
         """Return whether this rank received SIGTERM, even if it could not measure the step."""
@@ -29,12 +35,12 @@ class SigtermFeature(StepFeature):
 
     def on_reduced(self, step: ReturnedStep) -> None:
         """Learn whether any rank received SIGTERM."""
-        if self._run.recovery is not None:
+        if self._saves:
             self.is_stopping = step.reduced.total("terminating") != 0
 
     def on_pause_ended(self) -> None:
         """Stop after the next step: a rank received SIGTERM during a pause."""
-        self.is_stopping = self._run.recovery is not None
+        self.is_stopping = self._saves
 
     def on_saved(self) -> None:
         """Continue if the loop decides itself how to end; covers a SIGTERM during the save too."""

@@ -150,7 +150,7 @@ def _judge_before_clips(
                 clipped.clear()
                 attached.before_clip(_norm_of(bound_arguments) if len(optimizers) == 1 else None)
             clipped.add(index)
-        if "error_if_nonfinite" not in bound_arguments and attached._run.mode == "guard":
+        if "error_if_nonfinite" not in bound_arguments and attached._run.mode != "observe":
             kwargs["error_if_nonfinite"] = False
         return real(*args, **kwargs)
 

@@ -23,7 +23,8 @@ class Options(TypedDict, total=False):
     """Options that every adapter passes to ``trainer_hooks.attach``, which documents them."""
 
     run: str | None
-    mode: Literal["off", "observe", "guard"]
+    mode: Literal["off", "observe", "guard", "heal"]
+    schedulers: Any | Sequence[Any] | None
     dir: str | Path | None
     tokens_per_step: int | None
     config: Mapping[str, object] | None

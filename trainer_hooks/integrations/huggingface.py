@@ -81,6 +81,8 @@ class VitalsCallback(TrainerCallback, ExportableState):
         options.setdefault("task", task_of_class(type(self._trainer)))
         if options["task"] is not None and state.is_world_process_zero:
             _LOG.info("vitals: the run is judged as task=%r", options["task"])
+        scheduler = kwargs.get("lr_scheduler")
+        options.setdefault("schedulers", getattr(scheduler, "scheduler", scheduler))
         self.attached = self._attach(kwargs["model"], kwargs["optimizer"], options)
         if self._trainer is None and state.is_world_process_zero:
             _LOG.warning(
@@ -116,6 +118,8 @@ class VitalsCallback(TrainerCallback, ExportableState):
         attached, self._hooks = accelerate.guard_accelerator(
             trainer.accelerator, trainer.model_wrapped, [optimizer], options=options, parts=True
         )
+        if isinstance(attached, Attached):
+            attached.when_rolled_back(self._rewind)
         # A custom loss may count its calls; with DeepSpeed the engine steps.
         if self._hooks is not None and type(trainer).compute_loss is Trainer.compute_loss:
             accelerate.replace_method(
@@ -126,6 +130,14 @@ class VitalsCallback(TrainerCallback, ExportableState):
                 attached, trainer, "training_step", _LabelReader(trainer, attached)
             )
         return attached
+
+    def _rewind(self, num: int) -> None:
+        """Set the trainer's step back; its data moves on, so it ends with that many updates less.
+
+        Its mean loss is over the steps since the last log, whose number stays.
+        """
+        self._trainer.state.global_step -= num
+        self._trainer._globalstep_last_logged -= num
 
     def _refuse_copy(self) -> None:
         """Refuse a callback that Hugging Face re-created from a checkpoint, without its trainer."""

@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Unpack
@@ -94,12 +95,16 @@ class VitalsCallback(_Callback):
         _refuse_unfreezing(trainer.callbacks)
         options: Options = {**self._options}
         options["state"] = {**_averages(trainer.callbacks), **(options.get("state") or {})}
+        options.setdefault(
+            "schedulers", [config.scheduler for config in trainer.lr_scheduler_configs]
+        )
         self._optimizer = self._select_optimizer(trainer.optimizers)
         self.attached = attached = attach(
             trainer.strategy.model, self._optimizer, scaler=_scaler(trainer), **options
         )
         self._guards = True
         attached.route.runs_closures = True
+        attached.when_rolled_back(partial(_rewind, trainer))
         attached.load_state_dict(self._state)
         self._listen(trainer, attached)
 
@@ -207,6 +212,15 @@ class VitalsCallback(_Callback):
 
         connector.log_metrics = log_metrics
         attached.when_closed(lambda: vars(connector).pop("log_metrics", None))
+
+
+def _rewind(trainer: Any, num: int) -> None:
+    """Set Lightning's ``global_step`` back; its data moves on. This step is not counted yet."""
+    loop = trainer.fit_loop.epoch_loop
+    steps = loop.automatic_optimization.optim_progress.optimizer.step.total
+    steps.ready -= num
+    steps.completed -= num
+    loop._batches_that_stepped -= num
 
 
 def _refuse_strategy(strategy: Any) -> None:

@@ -54,6 +54,7 @@ def attach(trainer: Any, **options: Unpack[Options]) -> Attached:
     _require_torchtitan()
     _refuse(trainer)
     parts = trainer.model_parts
+    options.setdefault("schedulers", list(getattr(trainer, "lr_schedulers", ())))
     attached = trainer_hooks.attach(
         parts[0] if len(parts) == 1 else nn.ModuleList(parts),
         list(trainer.optimizers),
@@ -62,6 +63,11 @@ def attach(trainer: Any, **options: Unpack[Options]) -> Attached:
     )
     if isinstance(attached, Attached):  # otherwise it is off
         _hook_trainer(trainer, attached)
+
+        def rewind(num: int) -> None:
+            trainer.step -= num  # it trains to its last step, on data that moves on
+
+        attached.when_rolled_back(rewind)
     return attached
 
 

@@ -307,6 +307,28 @@ class MonitorBase:
         if was_paused:
             self._parts.clock.restart()
 
+    def _after_rollback(self, step: int) -> None:
+        """Continue the loop at a restored step; record the steps in flight, and discard them.
+
+        They belong to the old attempt.
+        """
+        self._step = step
+        while (remaining := self._device.readback.pop()) is not None:
+            judge_returned(self._run, *remaining, now_step=step)
+        self._start_again()
+
+    def _start_again(self) -> None:
+        """Reset the loop's parts that depend on the state before a rollback."""
+        for feature in self._run.features:
+            feature.on_restored(self._step)
+        self._device.shadow.keep_restored()
+        if self._device.sampler is not None:
+            self._device.sampler.discard_copies()
+        if self._device.averages is not None:
+            self._device.averages.block_after_rollback()
+        self._parts.forget_row()
+        self._parts.clock.restart()
+
     def _add_loss(self, loss: Tensor | float, weight: Tensor | float | None) -> None:
         """Add a micro-batch's loss to the loop's step; an internal error is only counted."""
         with self._run.faults.fail_open("micro"):
@@ -412,7 +434,8 @@ class MonitorBase:
         text = f"{type(error).__name__}: {error}"[:500]
         self.end("interrupted" if interrupted else "failed", text)
         terminal, recovery = self._run.terminal, self._run.recovery
-        if interrupted and terminal is not None and recovery is not None:
+        saves = recovery is not None and recovery.is_on_disk
+        if interrupted and terminal is not None and recovery is not None and saves:
             with self._run.faults.fail_open("terminal"):
                 terminal.interrupted(self._newest_on_disk(recovery), recovery.settings.directory)
 

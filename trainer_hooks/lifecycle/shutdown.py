@@ -45,10 +45,11 @@ class Shutdown:
         recovery = run.recovery
         in_main = threading.current_thread() is threading.main_thread()
         self._grace = None
-        if recovery is not None and in_main and recovery.settings.grace_seconds > 0:
-            self._grace = SigtermWatchdog(
-                self._save_alone_and_exit, seconds=recovery.settings.grace_seconds / 3
-            )
+        seconds = 0.0
+        if recovery is not None and recovery.is_on_disk:
+            seconds = recovery.settings.grace_seconds
+        if in_main and seconds > 0:
+            self._grace = SigtermWatchdog(self._save_alone_and_exit, seconds=seconds / 3)
 
     @property
     def is_ours(self) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import msgspec
 import torch
@@ -61,6 +61,7 @@ from trainvitals.records import CheckpointChanged, Decision
 from trainvitals.units import humanize_bytes, humanize_count
 
 if TYPE_CHECKING:
+    from trainer_hooks.agreement import RankAgreement
     from trainer_hooks.recovery.checkpoints.store import CheckpointStore
 
 Meta = dict[str, Any]
@@ -851,6 +852,45 @@ class CheckpointSettings(Settings, frozen=True, kw_only=True):
         super().__post_init__()
 
 
+def _open_store(
+    state: TrainingState,
+    settings: CheckpointSettings,
+    ranks: Ranks,
+    plan: PlanJournal,
+    agreement: RankAgreement,
+) -> CheckpointStore:
+    """Open the store of a run's checkpoints. Collective."""
+    # Importing torch.distributed.checkpoint takes half a second: only for checkpoints.
+    from trainer_hooks.recovery.checkpoints.store import CheckpointStore
+
+    # Every rank signs its parts of a checkpoint, and its node may lack the run directory.
+    keys: list[bytes] = []
+    agreement.on_root(lambda: keys.append(plan.run_dir.file_key(create=True)))
+    return CheckpointStore(
+        state,
+        settings.directory,
+        run_id=plan.run_dir.run_id,
+        ranks=ranks,
+        keep=settings.keep,
+        keep_every=settings.keep_every,
+        on_branch=lambda step, attempt: plan.plan.is_in_lineage(step, attempt),
+        key=ranks.broadcast(keys[0] if keys else b""),
+    )
+
+
+class _NoStore:
+    """Place of the store if the loop saves its own checkpoints: nothing is on disk."""
+
+    is_on_disk = False
+
+    def wait(self, timeout: float | None) -> bool:
+        """Return at once: no checkpoint is being saved."""
+        return True
+
+    def write_alone(self, snapshot: Snapshot) -> None:
+        """Leave the snapshot in memory: a restart loads the loop's own checkpoint."""
+
+
 class RecoveryManager:
     """States of one rank for rollbacks, driven at the same steps on all ranks."""
 
@@ -911,16 +951,15 @@ class RecoveryManager:
         state: TrainingState | None = None,
         replicas: Replicas | None = None,
         keep_evaluated: bool = False,
+        is_on_disk: bool = True,
     ) -> Self:
-        """Create the snapshots and the directory for checkpoints. Collective.
+        """Create the snapshots, and with ``is_on_disk`` the directory of checkpoints. Collective.
 
         Raises:
             CheckpointError: on some rank the snapshots do not fit into memory; raised on all.
             StorageError: the directory cannot be written; raised on all.
         """
-        # Importing torch.distributed.checkpoint takes half a second: only in heal mode.
         from trainer_hooks.agreement import RankAgreement
-        from trainer_hooks.recovery.checkpoints.store import CheckpointStore
 
         state = state or TrainingState(
             model, device.optimizers, device.schedulers, scaler=device.scaler, extra=device.extra
@@ -951,26 +990,15 @@ class RecoveryManager:
             is_compared=(lambda key: False) if replicas is None else replicas.compares,
         )
         agreement = RankAgreement(ranks)
-        # Every rank signs its parts of a checkpoint, and its node may lack the run directory.
-        keys: list[bytes] = []
-        agreement.on_root(lambda: keys.append(plan.run_dir.file_key(create=True)))
-        store = CheckpointStore(
-            state,
-            settings.directory,
-            run_id=plan.run_dir.run_id,
-            ranks=ranks,
-            keep=settings.keep,
-            keep_every=settings.keep_every,
-            on_branch=lambda step, attempt: plan.plan.is_in_lineage(step, attempt),
-            key=ranks.broadcast(keys[0] if keys else b""),
-        )
+        store = _open_store(state, settings, ranks, plan, agreement) if is_on_disk else _NoStore()
         local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
         agreement.on_all(lambda: ring.check_memory(ranks_on_node=local))
         if state.device.type == "cuda":
             ring.reserve()
         ring.may_lend = all(ranks.gather(ring.may_lend))
-        agreement.on_root(store.prepare)
-        agreement.on_all(store.folder.reach)
+        if not isinstance(store, _NoStore):
+            agreement.on_root(store.prepare)
+            agreement.on_all(store.folder.reach)
         text = (
             f"{ring.describe_slots()}, {humanize_bytes(ring.bytes())} per rank, a snapshot every "
             f"{humanize_count(interval, 'step')}"
@@ -989,7 +1017,14 @@ class RecoveryManager:
                 _LOG.warning("vitals: %s", text)
             emitter.note("snapshot_not_shared", text, "warning", step=0, attempt=0)
         groups = () if replicas is None else replicas.groups
+        # Without a disk, no method is called that only the store has.
+        store = cast("CheckpointStore", store)
         return cls(settings, ring, store, ranks, emitter, plan, clock, lag=lag, groups=groups)
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether checkpoints are saved; otherwise the loop saves its own."""
+        return self.store.is_on_disk
 
     # ------------------------------------------------------------------------------ at the start
 
@@ -999,6 +1034,8 @@ class RecoveryManager:
         Raises:
             CheckpointError: there are checkpoints, and none can be loaded.
         """
+        if not self.is_on_disk:
+            return None
         refs = self.store.loadable_refs()
         restored = self.store.load_newest(refs)
         if restored is None and self._plan.plan.branches and self._is_rank0:
@@ -1199,7 +1236,8 @@ class RecoveryManager:
 
     def _is_due(self, steps: int) -> bool:
         """Return whether to save a snapshot this many steps after the last save."""
-        if self._is_saving:  # each save holds a slot: another one would starve the ring
+        # Each save holds a slot: another one would starve the ring.
+        if self._is_saving or not self.is_on_disk:
             return False
         return steps >= self.settings.save_every or (self._time_is_up and steps > 0)
 
@@ -1323,7 +1361,8 @@ class RecoveryManager:
     def _emit_checkpoint_changes(self) -> None:
         """Write the changes of snapshots and checkpoints as events."""
         # Read only if there are changes: this runs in every step.
-        stored = self.store.take_changes() if self.store.folder.changes else []
+        has_changes = self.is_on_disk and self.store.folder.changes
+        stored = self.store.take_changes() if has_changes else []
         for change in stored:
             if change.state == "healthy":  # the best is unproven at first, so no rollback target
                 attempt = int(change.checkpoint_id.rpartition("-")[2])

@@ -165,7 +165,7 @@ _MIN_UNDONE_RATIO = 1.25
 _MIN_UNDONE = 0.1
 """Least lost share of the progress: on memorized data one large step raises the loss 3.5 times."""
 _LOST, _AS_BAD = 0.25, 0.8
-"""Lost share of the progress, and share of it in the latest losses: 0.4 at most if forgotten."""
+"""Lost share of the progress, and its part in the latest losses: at most 0.4 if forgotten."""
 _UNCLIPPED = 1.5
 """Multiple of the share of lost progress without a clip: healthy states spike higher there."""
 _ONSET_TOLERANCE = 8

@@ -86,6 +86,8 @@ class CheckpointStore:
     The directory's content is this rank's view of a disk: other ranks may see another one.
     """
 
+    is_on_disk = True
+
     def __init__(
         self,
         state: TrainingState,
