@@ -391,6 +391,7 @@ _NAN = (f(10, cause="nonfinite_loss", rank=1), d("skip_step", 10, rank=1))
         ((f(10, "learning_rate", cause="lr_jump"), f(12, cause="loss_burst")), ["10 12"]),
         ((_BURST, _ZERO), ["8", "10"]),
         ((_ZERO, f(11, cause="loss_burst")), ["10 11"]),
+        ((f(8, "learning_rate", cause="lr_jump"), _BURST, _ZERO), ["8 8 10"]),
         ((_BURST, f(10, "layer_gradient", value=5.0, limit=1.0)), ["8 10"]),
         ((_BURST, *_NAN, _PARAMS), ["8", "12 10 10"]),
         ((f(8, cause="loss_burst", value=1e9, limit=1.0), *_NAN, _PARAMS), ["8 10 10 12"]),

@@ -31,7 +31,14 @@ from trainer_hooks.exchange.reduce_vector import ReducedNumbers
 from trainer_hooks.lifecycle import shutdown
 from trainvitals.clock import SystemClock
 from trainvitals.errors import UsageError
-from trainvitals.records import CLIPS, NORM_OUTLIER, WITHHELD, CommandAcknowledged, Note
+from trainvitals.records import (
+    CLIPS,
+    NORM_OUTLIER,
+    WITHHELD,
+    CommandAcknowledged,
+    FindingRaised,
+    Note,
+)
 
 NAN, INF = float("nan"), float("inf")
 
@@ -198,6 +205,16 @@ def test_a_gradient_that_becomes_zero_is_written_at_once_unless_zeros_come_and_g
             loop.step(before=True)
     rows = Journal(Path(os.environ["VITALS_SHM"])).layers("grad_norm")
     assert expected == sorted({step for step, _ in rows if step % 10 and step > 103})
+
+
+def test_the_layers_of_an_unusual_norm_are_written_before_anything_is_reported():
+    loop = Own()
+    with loop.attach():
+        for step in range(30):
+            loop.step(gradient=100.0 if step == 25 else None, before=True)
+    found = Journal(Path(os.environ["VITALS_SHM"]))
+    assert {0, 10, 20, 25} == {step for step, _ in found.layers("grad_norm")}
+    assert not [e for e in found.events if isinstance(e, FindingRaised)]
 
 
 def test_a_clip_of_unknown_size_leaves_the_norm_after_it_missing():

@@ -45,6 +45,8 @@ LAYERS_EVERY = 10
 STEADY_STEPS = 100
 """Steps with the same number of zero gradients after which another number is written at once: the
 experts of a mixture come and go at each step."""
+UNUSUAL = 8.0
+"""Multiple of the usual gradient norm from which layer norms are written, before any finding."""
 LAYERS_AFTER_FINDING = 500
 """Steps after a finding in which layer norms are written at every step."""
 
@@ -214,6 +216,8 @@ class Emitter:
         """Per optimizer turn, the tenth of steps in which its layers were last written."""
         self._zeros: dict[int, tuple[int, int]] = {}
         """Per turn, the number of gradients that are exactly 0, and the step since which it is."""
+        self._usual_norms: dict[int, float] = {}
+        """Per turn, the running mean of the gradient norm, which no single step moves much."""
         self._turn = 0
         """Turn of the previous step."""
         self._layers_named = False
@@ -367,11 +371,13 @@ class Emitter:
         reduced: ReducedNumbers,
         samples: SampledSignals | None,
         *,
+        norm: float | None,
         has_finding: bool,
     ) -> None:
         """Write the layers stream on rank 0: each tenth step, near findings, if sampled.
 
-        Also at the step in which a gradient becomes 0, so that a frozen layer is dated exactly.
+        Also at a step whose norm is unusual, and when a gradient becomes 0: so the layer is known
+        in which it began, and the step.
         Each of several optimizers that alternate has its own first step in every ten: the run's
         tenth step could always belong to the same optimizer.
         """
@@ -384,6 +390,7 @@ class Emitter:
             due |= self._layers_at.get(turn) != tenth
             self._layers_at[turn] = tenth
         squares = None if measured.after_clip else reduced.squares
+        due |= self._is_rank0 and norm is not None and self._is_unusual(turn, norm)
         if self._is_rank0 and squares is not None:
             num, since = self._zeros.get(turn, (-1, measured.step))
             if (zeros := squares.count(0.0)) != num:
@@ -402,6 +409,15 @@ class Emitter:
         head = [measured.step, measured.attempt, measured.time_unix_ns, measured.monotonic_ns]
         for row in self._layers.rows(squares, samples, turn=turn, before=before):
             stream.append([*head, *row])
+
+    def _is_unusual(self, turn: int, norm: float) -> bool:
+        """Return whether a gradient norm is large, so that its row of layers is written."""
+        usual = self._usual_norms.get(turn, 0.0)
+        if not (math.isfinite(norm) and usual):
+            self._usual_norms[turn] = norm if math.isfinite(norm) else usual
+            return False
+        self._usual_norms[turn] = usual + (min(norm, 2.0 * usual) - usual) / 16
+        return norm > UNUSUAL * usual
 
     def _count_journal_errors(self, stream: StreamWriter) -> None:
         """Count each error that made a rank's journal drop rows once: it reports nothing."""
@@ -492,6 +508,7 @@ class StepLog:
                     extra["tokens_seen"] = self.tokens.seen
                     extra["tokens_trained"] = self.tokens.trained
         emitter, step, attempt = self._emitter, measured.step, measured.attempt
+        norm = record.grad_norm
         if name:
             if self._is_rank0:
                 emitter.scalars(_optimizer_scalars(record, name), step=step, attempt=attempt)
@@ -507,7 +524,8 @@ class StepLog:
                 )
                 extra |= dict.fromkeys(_OF_THE_RUN)
         emitter.step(measured, record, extra)
-        emitter.layers(measured, reduced, samples, has_finding=bool(judgement.findings))
+        has_finding = bool(judgement.findings)
+        emitter.layers(measured, reduced, samples, norm=norm, has_finding=has_finding)
         for change in measured.changes:
             emitter.scalars(change.numbers(), step=step, attempt=attempt)
             if change.is_told:

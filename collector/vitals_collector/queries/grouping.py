@@ -196,15 +196,20 @@ def _split_setting(members: list[IncidentItem]) -> list[list[IncidentItem]]:
 
 def _split_frozen_layer(members: list[IncidentItem]) -> list[list[IncidentItem]]:
     """Separate a layer whose gradient stays at 0 from high losses around it, which end."""
-    first = members[0]
     frozen = [i for i in members if i.cause == "layer_gradient" and not i.excess]
-    if not frozen or frozen[0].onset == first.onset:
+    if not frozen or frozen[0].onset == members[0].onset:
         return [members]
-    return [[item for item in members if item not in frozen], frozen]
+    rest = [item for item in members if item not in frozen]
+    return [rest, frozen] if _are_mild(rest) else [members]
 
 
 OVERFLOW = 1e3
 """Multiple of the limit up to which a loss or gradient does not overflow one step later."""
+
+
+def _are_mild(items: list[IncidentItem]) -> bool:
+    """Return whether the items of an incident cannot have broken the weights."""
+    return bool(items) and all(0.0 < item.excess <= OVERFLOW for item in items)
 
 
 def _split_damage(members: list[IncidentItem]) -> list[list[IncidentItem]]:
@@ -217,7 +222,7 @@ def _split_damage(members: list[IncidentItem]) -> list[list[IncidentItem]]:
     if first in bad or not any(item.cause == "nonfinite_params" for item in bad):
         return [members]
     before = [item for item in members if item.onset < bad[0].onset and item.kind == "finding"]
-    if not before or not all(0.0 < item.excess <= OVERFLOW for item in before):
+    if not _are_mild(before):
         return [members]
     return [before, [item for item in members if item not in before]]
 
