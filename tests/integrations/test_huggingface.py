@@ -86,12 +86,22 @@ class Seen(TrainerCallback):
         self.logs.append(dict(logs))
 
 
-def make(folder, *, acts=None, model=None, guard=True, knows=True, options=None, **arguments):
+def make(
+    folder,
+    *,
+    acts=None,
+    model=None,
+    guard=True,
+    knows=True,
+    options=None,
+    kind=Spoiled,
+    **arguments,
+):
     """Return a trainer, what was seen, and the callback."""
     seen = Seen()
     defaults = {"max_grad_norm": 0.1, "save_strategy": "no", "logging_steps": 1}
     defaults |= {"optim": "adamw_torch_fused", "max_steps": STEPS}
-    trainer = Spoiled(
+    trainer = kind(
         model=Net() if model is None else model,
         args=TrainingArguments(
             output_dir=str(folder / "out"),
@@ -499,10 +509,11 @@ class Damaged(Spoiled):
         return super().training_step(model, *args, **kwargs)
 
 
-def test_in_heal_a_damaged_model_goes_back_with_the_trainer_s_step_and_rate(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "Spoiled", Damaged)
-    monkeypatch.setattr(sys.modules[__name__], "STEPS", 96)
-    trainer, seen, callback = make(tmp_path, options={"mode": "heal"}, logging_steps=5)
+def test_in_heal_a_damaged_model_goes_back_with_the_trainer_s_step_and_rate(tmp_path):
+    options = {"mode": "heal"}
+    trainer, seen, callback = make(
+        tmp_path, kind=Damaged, options=options, max_steps=96, logging_steps=5
+    )
     positions = Positions(callback)
     trainer.add_callback(positions)
     trainer.train()
