@@ -105,7 +105,7 @@ def test_several_optimizers_with_a_scaler_and_updates_within_backward_are_refuse
         attach(own.accelerator, own.model, [own.optimizer, own.optimizer])
     lomo = type("Lomo", (), {})()
     prepared = SimpleNamespace(accelerator_state=None, optimizer=lomo)
-    with pytest.raises(UsageError, match="Lomo updates parameters within backward"):
+    with pytest.raises(UsageError, match="Lomo updates parameters inside backward"):
         refuse_accelerate_loop(DistributedType.NO, [prepared])
 
 
