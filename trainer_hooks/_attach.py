@@ -39,6 +39,7 @@ from trainvitals.detect.posttraining.names import OnCollapse, Task
 from trainvitals.errors import UsageError
 from trainvitals.records import OnHang
 
+_PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau
 _PROBE_LINE = "attached.keep_batch(batch, loss_of) before each forward"
 
 
@@ -72,16 +73,17 @@ def attach(
     raises ``TrainingHalted``.
 
     In mode ``heal`` a damaged state goes back inside ``optimizer.step()``: parameters, buffers,
-    optimizer state, scaler, random numbers, ``schedulers`` and ``state``, from snapshots in memory.
-    The data moves on, because the loop has its own loader, and the loop saves its own checkpoints.
-    ``Attached.when_rolled_back`` can set its counters back.
+    optimizer state, scaler, ``schedulers`` and ``state``, from snapshots in memory. Data and random
+    numbers move on, because the loop has its own loader, and the loop saves its own checkpoints.
+    ``Attached.when_rolled_back`` can set its counters back. Damage that leaves the loss finite is
+    only proven by ``Attached.keep_batch`` or ``Attached.evaluate``.
 
     Args:
         model: the module, wrapped (DDP, FSDP) or not.
         optimizers: one or several; all of them are stepped after the same backward. Mode ``heal``
             takes one.
-        schedulers: learning-rate schedulers that the loop steps after ``optimizer.step()``; a
-            rollback restores them.
+        schedulers: learning-rate schedulers that the loop steps after ``optimizer.step()``, also
+            ``ReduceLROnPlateau``; a rollback restores them.
         run: display name of the run.
         mode: ``guard`` skips and may stop the run, ``heal`` also rolls back, ``observe`` only
             decides and records, ``off`` does nothing. ``VITALS_MODE=off|observe`` lowers it.
@@ -111,10 +113,14 @@ def attach(
         UsageError: an argument is invalid; the text names it and the fix.
         TrainingHalted: this run was halted, and not resumed with ``vitals resume``.
     """
+    given = list(as_list(schedulers))
+    plateaus = {f"scheduler.{i}": s for i, s in enumerate(given) if isinstance(s, _PLATEAU)}
+    if plateaus:
+        state = {**plateaus, **(state or {})}
     arguments = WatchArguments(
         model=model,
         optimizers=tuple(as_list(optimizers)),
-        schedulers=tuple(as_list(schedulers)),
+        schedulers=tuple(s for s in given if not isinstance(s, _PLATEAU)),
         run=run,
         mode=mode,
         scaler=scaler,
@@ -176,6 +182,8 @@ class Attached(MonitorBase):
         self._is_reported = False
         self._undo: list[Callable[[], None]] = []
         self._rewinds: list[Callable[[int], None]] = []
+        self._held: list[tuple[Any, Any]] = []
+        """Schedulers whose next step is left out, each with a ``step`` of its own or None."""
         stepped = device.optimizers if device.engine.guards else ()
         self.route = StepInterception(stepped, device.scaler, self._step_one, run.faults)
 
@@ -274,6 +282,7 @@ class Attached(MonitorBase):
     def _judge(self, max_norm: MaxNorm | None, *, before_clip: bool) -> Judged:
         """Measure, exchange and judge the current gradients of all optimizers of ``attach``."""
         run, device, parts = self._run, self._device, self._parts
+        self._release_schedulers()
         refuse_at_step(None, device.joinables)
         first = self._step == self._first_step
         parts.clock.start_monitor_time()
@@ -319,6 +328,8 @@ class Attached(MonitorBase):
             restored = carry_out(run, judgement, now_step=attempted)
             if restored is not None:
                 self._after_rollback(restored.step)
+                if restored.step == self._first_step:
+                    self._leave_out_what_follows()
                 break
             ready = None
         if device.sampler is not None:
@@ -331,6 +342,26 @@ class Attached(MonitorBase):
             with run.times.checkpoint():
                 # After the judgement: it may prove a snapshot that would be evicted before it.
                 run.recovery.after_step(self._step, run.attempt, self._meta)
+
+    def _leave_out_what_follows(self) -> None:
+        """Leave out what an attached loop does after its step: the first state is before a step.
+
+        All other snapshots are taken inside a step, before the loop's schedulers and averages.
+        """
+        if self._device.averages is not None:
+            self._device.averages.block_after_rollback()
+        for scheduler in self._device.schedulers:
+            self._held.append((scheduler, vars(scheduler).get("step")))
+            scheduler.step = lambda *_, **__: self._release_schedulers()
+
+    def _release_schedulers(self) -> None:
+        """Let the attached loop step its schedulers again."""
+        for scheduler, own in self._held:
+            if own is None:
+                del scheduler.step
+            else:
+                scheduler.step = own
+        self._held.clear()
 
     def _move_on(self, attempted: int) -> None:
         """Record in an attached loop that the data moves on, and call ``rewind`` of its owner."""
@@ -383,6 +414,7 @@ class Attached(MonitorBase):
 
     def _release(self) -> None:
         """Undo the adapters' replacements, and restore ``optimizer.step`` after ``attach``."""
+        self._release_schedulers()
         for undo in reversed(self._undo):
             with self._run.faults.fail_open("close"):
                 undo()

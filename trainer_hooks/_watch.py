@@ -412,6 +412,7 @@ def _build_training_state(arguments: WatchArguments, device: DeviceParts) -> Tra
             scaler=device.scaler,
             extra=device.extra,
             is_stage=arguments.pipeline is not None,
+            owns_step=arguments.owns_step,
         )
     except Exception:  # noqa: BLE001 - features that need it create it again and raise
         return None

@@ -541,4 +541,6 @@ class Monitor(MonitorBase):
     def _start_again(self) -> None:
         """Reset what depends on the state before a rollback, the monitor's gradients too."""
         super()._start_again()
+        if self._device.averages is not None:
+            self._device.averages.block_after_rollback()
         self._clearing.clear()

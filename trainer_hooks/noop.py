@@ -188,10 +188,15 @@ class Unattached(NullMonitor):
             for optimizer in optimizers[-1:]
             for ema in self._emas
         ]
+        self._hooks += [o.register_step_post_hook(self._count) for o in optimizers[-1:]]
         self._max_norm = max_norm
         self._route: StepInterception | None = None
         if max_norm not in (None, math.inf):
             self._route = StepInterception(optimizers, scaler, self._step_one, FaultCounter())
+
+    def _count(self, *_: object) -> None:
+        """Count an update of ``attach``'s loop in mode off."""
+        self.step_index += 1
 
     def _step_one(self, index: int, begins: bool) -> None:
         """Step one optimizer in mode off, after the clip of ``attach(max_norm=...)``."""

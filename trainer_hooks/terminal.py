@@ -229,7 +229,7 @@ class Terminal:
             skips, rollbacks = counts["skip_step", False], counts["rollback", False]
             guarded = f"{_format_count(skips, 'update')} would have been skipped"
             if rollbacks:
-                guarded = f"{guarded}, {_format_count(rollbacks, 'rollback')} made"
+                guarded = f"{guarded}, and {_format_count(rollbacks, 'rollback')} made"
             return guarded
         skips, rollbacks = counts["skip_step", True], counts["rollback", True]
         lost = f" ({_format_count(self._lost_steps, 'step')} lost)" if rollbacks else ""

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,8 @@ def test_a_damaged_state_goes_back_with_the_scheduler_and_the_data_moves_on(prob
     attempts = [e for e in rows.events if isinstance(e, AttemptStarted)]
     assert [0, decision.rollback_to_step] == [attempt.fork_step for attempt in attempts]
     (text,) = rows.notes("data")
+    assert "skipping" not in decision.reason
+    assert 0 == decision.skip_batches
     assert text.startswith(f"data: continues after the batch of step {went_back[0]} (not exact")
 
 
@@ -117,6 +120,101 @@ def test_a_healthy_loop_trains_bit_for_bit_as_without_us():
     bare = Loop()
     bare.run(None, {})
     assert_same(bare.state(), states[0])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_rollback_inside_the_scaler_s_step_lets_the_loop_update_it(fused):
+    loop = Loop()
+    loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-2, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=10**6)
+    with trainer_hooks.attach(loop.model, loop.optimizer, scaler=scaler, mode="heal") as attached:
+        back = []
+        attached.when_rolled_back(back.append)
+        for number in range(120):
+            if number == 80:
+                with torch.no_grad():
+                    loop.model[3].weight.mul_(float("nan"))
+            loss = loop.loss_of(torch.ones(4, 6) * (1 + number % 5))
+            scaler.scale(loss).backward()
+            attached.loss(loss)
+            scaler.step(loop.optimizer)
+            scaler.update()
+            loop.optimizer.zero_grad()
+        assert 1 == len(back)
+        assert {} == attached.swallowed_errors
+    assert all(bool(p.isfinite().all()) for p in loop.model.parameters())
+    assert 256.0 >= scaler.get_scale() > 0.0
+
+
+def test_random_numbers_move_on_with_the_data():
+    loop, drawn, back = Loop(), [], []
+    torch.manual_seed(1)
+    with trainer_hooks.attach(loop.model, loop.optimizer, mode="heal") as attached:
+        attached.when_rolled_back(back.append)
+        for number in range(120):
+            batch = torch.randn(8, 6)
+            drawn.append(batch[0, 0].item())
+            loss = loop.loss_of(batch) * (float("nan") if 70 <= number < 110 else 1.0)
+            loss.backward()
+            attached.loss(loss)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    assert len(set(drawn)) == len(drawn)
+    assert 1 >= len(back)
+
+
+@pytest.mark.parametrize("bad", [3, 80])
+def test_the_scheduler_and_an_average_are_where_they_were_also_before_the_first_step(bad):
+    loop = Loop()
+    average = torch.optim.swa_utils.AveragedModel(loop.model)
+    found = []
+    with trainer_hooks.attach(
+        loop.model, loop.optimizer, loop.scheduler, mode="heal", state={"average": average}
+    ) as attached:
+        for number in range(120):
+            if number == bad:
+                with torch.no_grad():
+                    loop.model[3].weight.mul_(float("nan"))
+            loss = loop.loss_of(torch.randn(8, 6))
+            loss.backward()
+            attached.loss(loss)
+            loop.optimizer.step()
+            average.update_parameters(loop.model)
+            loop.scheduler.step()
+            loop.optimizer.zero_grad()
+            found.append((attached.step_index, loop.scheduler.last_epoch))
+    assert any(later[0] < earlier[0] for earlier, later in pairwise(found))
+    assert all(step == epoch for step, epoch in found)
+    assert "step" not in vars(loop.scheduler)
+    skips = 1 if bad == 80 else 2
+    assert found[-1][0] - skips <= average.n_averaged <= found[-1][0]
+
+
+def test_a_plateau_is_given_as_a_scheduler_and_goes_back():
+    loop = Loop()
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(loop.optimizer, patience=1)
+    before = []
+    with trainer_hooks.attach(loop.model, loop.optimizer, plateau, mode="heal") as attached:
+        attached.when_rolled_back(lambda num: before.append(plateau.num_bad_epochs))
+        for number in range(120):
+            if number == 80:
+                plateau.num_bad_epochs = 77
+                with torch.no_grad():
+                    loop.model[3].weight.mul_(float("nan"))
+            loss = loop.loss_of(torch.randn(8, 6))
+            loss.backward()
+            attached.loss(loss)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    assert [0] == before
+
+
+def test_off_counts_its_updates():
+    loop = Loop()
+    with trainer_hooks.attach(loop.model, loop.optimizer, mode="off") as attached:
+        while attached.step_index < 3:
+            loop.loss_of(torch.ones(4, 6)).backward()
+            loop.optimizer.step()
 
 
 def test_two_optimizers_are_refused():

@@ -82,7 +82,8 @@ class VitalsCallback(TrainerCallback, ExportableState):
         if options["task"] is not None and state.is_world_process_zero:
             _LOG.info("vitals: the run is judged as task=%r", options["task"])
         scheduler = kwargs.get("lr_scheduler")
-        options.setdefault("schedulers", getattr(scheduler, "scheduler", scheduler))
+        if options.get("mode") == "heal":
+            options.setdefault("schedulers", getattr(scheduler, "scheduler", scheduler))
         self.attached = self._attach(kwargs["model"], kwargs["optimizer"], options)
         if self._trainer is None and state.is_world_process_zero:
             _LOG.warning(
@@ -106,6 +107,12 @@ class VitalsCallback(TrainerCallback, ExportableState):
             if not is_off(options):
                 accelerate.refuse_accelerate_loop(
                     optimizer.accelerator_state.distributed_type, [optimizer]
+                )
+            if options.get("mode") == "heal":
+                raise UsageError(
+                    "VitalsCallback(mode='heal') does not know its trainer, whose step goes back "
+                    "with the state",
+                    hint="trainer.add_callback(VitalsCallback(trainer, mode='heal'))",
                 )
             plain = accelerate.unwrap_optimizer(optimizer)
             return trainer_hooks.attach(model, plain, scaler=optimizer.scaler, **options)

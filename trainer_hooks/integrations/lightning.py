@@ -95,9 +95,9 @@ class VitalsCallback(_Callback):
         _refuse_unfreezing(trainer.callbacks)
         options: Options = {**self._options}
         options["state"] = {**_averages(trainer.callbacks), **(options.get("state") or {})}
-        options.setdefault(
-            "schedulers", [config.scheduler for config in trainer.lr_scheduler_configs]
-        )
+        if options.get("mode") == "heal":
+            schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+            options.setdefault("schedulers", schedulers)
         self._optimizer = self._select_optimizer(trainer.optimizers)
         self.attached = attached = attach(
             trainer.strategy.model, self._optimizer, scaler=_scaler(trainer), **options

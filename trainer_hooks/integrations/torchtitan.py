@@ -54,7 +54,8 @@ def attach(trainer: Any, **options: Unpack[Options]) -> Attached:
     _require_torchtitan()
     _refuse(trainer)
     parts = trainer.model_parts
-    options.setdefault("schedulers", list(getattr(trainer, "lr_schedulers", ())))
+    if options.get("mode") == "heal":
+        options.setdefault("schedulers", list(trainer.lr_schedulers))
     attached = trainer_hooks.attach(
         parts[0] if len(parts) == 1 else nn.ModuleList(parts),
         list(trainer.optimizers),

@@ -324,8 +324,6 @@ class MonitorBase:
         self._device.shadow.keep_restored()
         if self._device.sampler is not None:
             self._device.sampler.discard_copies()
-        if self._device.averages is not None:
-            self._device.averages.block_after_rollback()
         self._parts.forget_row()
         self._parts.clock.restart()
 

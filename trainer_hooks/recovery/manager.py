@@ -962,8 +962,9 @@ class RecoveryManager:
         from trainer_hooks.agreement import RankAgreement
 
         state = state or TrainingState(
-            model, device.optimizers, device.schedulers, scaler=device.scaler, extra=device.extra
-        )
+            model, device.optimizers, device.schedulers, scaler=device.scaler, extra=device.extra,
+            owns_step=is_on_disk,
+        )  # fmt: skip
         lag = device.readback.lag
         interval = settings.snapshot_every or kept_steps(
             healthy_after=settings.healthy_after, lag=lag

@@ -68,10 +68,16 @@ class TrainingState:
         scaler: torch.amp.GradScaler | None = None,
         extra: Mapping[str, HasStateDict] | None = None,
         is_stage: bool = False,
+        owns_step: bool = True,
     ) -> None:
-        """``is_stage``: other ranks hold other parameters, which may have the same names."""
+        """``is_stage``: other ranks hold other parameters, which may have the same names.
+
+        Without ``owns_step`` the loop has the step and the data: a restore is inside its
+        ``scaler.step()``, and the same random numbers would draw the same data again.
+        """
         self._wrapped = model
         self._is_stage = is_stage
+        self._owns_step = owns_step
         self._model, self._is_ddp = unwrap(model)
         # A wrapper may expose the state of its inner optimizer as its own.
         inner = [
@@ -410,7 +416,7 @@ class TrainingState:
             self._extra[name].load_state_dict(state)
         reshard(self._wrapped)
         torch.clear_autocast_cache()
-        if rng:
+        if rng and self._owns_step:
             restore_rng(host["rng"])
 
     # ------------------------------------------------------------------------------- the parts
@@ -486,7 +492,8 @@ class TrainingState:
         """Restore the gradient scaler's settings, and its initial scale if none was saved."""
         if self._scaler is None or not saved:
             return
-        self._scaler._per_optimizer_states.clear()  # discard a step in progress
+        if self._owns_step:
+            self._scaler._per_optimizer_states.clear()  # discard a step in progress
         absent = saved.pop("absent")
         for name, value in saved.items():
             setattr(self._scaler, name, value)

@@ -52,6 +52,7 @@ def judge_returned(
             evaluation=step.evaluation,
             unavailable_commands=step.unavailable_commands,
             collapse=step.collapse,
+            moves_on=not run.given.owns_step,
         ),
     )
     if step.optimizer:

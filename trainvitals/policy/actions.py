@@ -202,8 +202,8 @@ def roll_back_as_planned(
     """Decide a rollback that trains every batch again, or skips those around the problem."""
     facts, cause = rollback.facts, rollback.facts.cause
     assert cause is not None, "the budget was spent on it"
-    num_batches, text = 0, "; no batch caused it"
-    if not plan.replay_all_batches:
+    num_batches, text = 0, "" if context.inputs.moves_on else "; no batch caused it"
+    if not (plan.replay_all_batches or context.inputs.moves_on):
         margin = _leave_out_margin(context.config, cause.tries)
         first = max(plan.onset_step - margin, rollback.target.step)
         num_batches = max(state.last_flagged, plan.onset_step) + margin + 1 - first

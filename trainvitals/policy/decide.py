@@ -211,7 +211,7 @@ def _act_on_nonfinite_params(
         return _act_on_certain_evidence(state, context, plan)
     reason = (
         f"{bad.reason}: all further steps would be lost, and mode {context.mode!r} has no "
-        "checkpoint to roll back to; use mode 'heal' with checkpoints"
+        "checkpoint to roll back to; use mode 'heal'"
     )
     return halt_run(state, context, bad, reason=reason, rule="nonfinite_params")
 

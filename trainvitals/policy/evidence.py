@@ -74,10 +74,11 @@ class StepInputs(NamedTuple):
     probe: Callable[[Ask], ProbeResult] | None = None
     """Evaluates the state; called during the decision, on all ranks in the same way."""
     evaluation: float | None = None
-    """Ratio of an evaluation's loss to the previous one, both with the floor; None: no evaluation
-    in this step."""
+    """Ratio of an evaluation's loss to the previous one, with the floor; None: no evaluation."""
     collapse: Finding | None = None
     """Finding about a post-training run that was told to stop for it. Its text may differ."""
+    moves_on: bool = False
+    """Whether the loop keeps its data position in a rollback."""
 
 
 class LossTrend(NamedTuple):
