@@ -182,8 +182,8 @@ class Attached(MonitorBase):
         self._is_reported = False
         self._undo: list[Callable[[], None]] = []
         self._rewinds: list[Callable[[int], None]] = []
-        self._held: list[tuple[Any, Any]] = []
-        """Schedulers whose next step is left out, each with a ``step`` of its own or None."""
+        self._held: list[tuple[Any, type]] = []
+        """Schedulers whose next step is left out, each with its class."""
         stepped = device.optimizers if device.engine.guards else ()
         self.route = StepInterception(stepped, device.scaler, self._step_one, run.faults)
 
@@ -328,8 +328,7 @@ class Attached(MonitorBase):
             restored = carry_out(run, judgement, now_step=attempted)
             if restored is not None:
                 self._after_rollback(restored.step)
-                if restored.step == self._first_step:
-                    self._leave_out_what_follows()
+                self._fit_what_follows(is_before_step=restored.step == self._first_step)
                 break
             ready = None
         if device.sampler is not None:
@@ -343,24 +342,25 @@ class Attached(MonitorBase):
                 # After the judgement: it may prove a snapshot that would be evicted before it.
                 run.recovery.after_step(self._step, run.attempt, self._meta)
 
-    def _leave_out_what_follows(self) -> None:
-        """Leave out what an attached loop does after its step: the first state is before a step.
+    def _fit_what_follows(self, *, is_before_step: bool) -> None:
+        """Fit what an attached loop does after its step to the restored state.
 
-        All other snapshots are taken inside a step, before the loop's schedulers and averages.
+        Snapshots are taken inside a step, before the loop's schedulers and averages; only the first
+        one is from before a step, so that what follows is left out once.
         """
         if self._device.averages is not None:
-            self._device.averages.block_after_rollback()
-        for scheduler in self._device.schedulers:
-            self._held.append((scheduler, vars(scheduler).get("step")))
-            scheduler.step = lambda *_, **__: self._release_schedulers()
+            self._device.averages.reset_after_rollback(is_blocked=is_before_step)
+        for scheduler in self._device.schedulers if is_before_step else ():
+            kind = type(scheduler)
+            self._held.append((scheduler, kind))
+            # Not an attribute, which would be in the scheduler's state_dict().
+            own = {"step": lambda *_, **__: self._release_schedulers()}
+            scheduler.__class__ = type(kind.__name__, (kind,), own)
 
     def _release_schedulers(self) -> None:
         """Let the attached loop step its schedulers again."""
-        for scheduler, own in self._held:
-            if own is None:
-                del scheduler.step
-            else:
-                scheduler.step = own
+        for scheduler, kind in self._held:
+            scheduler.__class__ = kind
         self._held.clear()
 
     def _move_on(self, attempted: int) -> None:

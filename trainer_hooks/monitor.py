@@ -542,5 +542,5 @@ class Monitor(MonitorBase):
         """Reset what depends on the state before a rollback, the monitor's gradients too."""
         super()._start_again()
         if self._device.averages is not None:
-            self._device.averages.block_after_rollback()
+            self._device.averages.reset_after_rollback(is_blocked=True)
         self._clearing.clear()

@@ -77,10 +77,14 @@ class GuardedAverages:
             if names:
                 ema.follow(names)
 
-    def block_after_rollback(self) -> None:
-        """Ignore updates by the loop until the next step: the averages have been restored."""
+    def reset_after_rollback(self, *, is_blocked: bool) -> None:
+        """Forget what was pending: the averages have been restored.
+
+        ``is_blocked``: updates by the loop are ignored until the next step; otherwise the restored
+        average still lacks the loop's update of its step.
+        """
         for update in self._updates:
-            update.block_after_rollback()
+            update.reset_after_rollback(is_blocked=is_blocked)
         for ema in self._emas:
             ema.forget()
 
@@ -191,12 +195,13 @@ class _GuardedAverage:
             self._bad.pop(one, None)
             self._bad[one] = bad
 
-    def block_after_rollback(self) -> None:
-        """Discard pending corrections, and block the average's updates until the next verdict."""
+    def reset_after_rollback(self, *, is_blocked: bool) -> None:
+        """Discard pending corrections; block or allow the average's update by the loop."""
         if self._late is not None:
             self._late.pop()
             self._waits = False
-        self._bad = {one: torch.ones_like(bad) for one, bad in self._bad.items()}
+        is_bad = float(is_blocked)
+        self._bad = {one: torch.full_like(bad, is_bad) for one, bad in self._bad.items()}
 
     def _settle(self, patience_seconds: float | None = None) -> None:
         """Restore an average's update counter if the previous step was skipped."""
