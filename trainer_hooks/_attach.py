@@ -115,7 +115,7 @@ def attach(
     """
     given = list(as_list(schedulers))
     plateaus = {f"scheduler.{i}": s for i, s in enumerate(given) if isinstance(s, _PLATEAU)}
-    if plateaus:
+    if plateaus and isinstance(state or {}, Mapping):
         state = {**plateaus, **(state or {})}
     arguments = WatchArguments(
         model=model,
