@@ -113,14 +113,14 @@ def attach(
         UsageError: an argument is invalid; the text names it and the fix.
         TrainingHalted: this run was halted, and not resumed with ``vitals resume``.
     """
-    given = list(as_list(schedulers))
-    plateaus = {f"scheduler.{i}": s for i, s in enumerate(given) if isinstance(s, _PLATEAU)}
+    stepped = list(as_list(schedulers))
+    plateaus = {f"scheduler.{i}": s for i, s in enumerate(stepped) if isinstance(s, _PLATEAU)}
     if plateaus and isinstance(state or {}, Mapping):
         state = {**plateaus, **(state or {})}
     arguments = WatchArguments(
         model=model,
         optimizers=tuple(as_list(optimizers)),
-        schedulers=tuple(s for s in given if not isinstance(s, _PLATEAU)),
+        schedulers=tuple(s for s in stepped if not isinstance(s, _PLATEAU)),
         run=run,
         mode=mode,
         scaler=scaler,
@@ -354,8 +354,8 @@ class Attached(MonitorBase):
             kind = type(scheduler)
             self._held.append((scheduler, kind))
             # Not an attribute, which would be in the scheduler's state_dict().
-            own = {"step": lambda *_, **__: self._release_schedulers()}
-            scheduler.__class__ = type(kind.__name__, (kind,), own)
+            methods = {"step": lambda *_, **__: self._release_schedulers()}
+            scheduler.__class__ = type(kind.__name__, (kind,), methods)
 
     def _release_schedulers(self) -> None:
         """Let the attached loop step its schedulers again."""

@@ -332,7 +332,7 @@ def test_off_touches_nothing_but_clips_where_the_loop_left_that_to_us(monkeypatc
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"mode": "heal"}, "watch"), ({"max_norm": 0.0}, "max_norm"), ({"max_norm": NAN}, "max_norm")],
+    [({"max_norm": 0.0}, "max_norm"), ({"max_norm": NAN}, "max_norm")],
 )
 def test_what_cannot_be_is_refused(options, words):
     loop = Own()

@@ -216,9 +216,9 @@ class ThroughputWatcher(LastingWatcher):
             return ()
         cost = -math.log(rate) if rate > 0.0 else math.log(seconds)
         self._block.append(cost)
-        kept = (self._config.persistence + 1) * self._config.block
-        self._costs = [*self._costs, cost][-kept:]
-        self._steps = [*self._steps, merged.step][-kept:]
+        num_steps = (self._config.persistence + 1) * self._config.block
+        self._costs = [*self._costs, cost][-num_steps:]
+        self._steps = [*self._steps, merged.step][-num_steps:]
         if len(self._block) < self._config.block:
             return ()
         cost = upper_median(self._block)
