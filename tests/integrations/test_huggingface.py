@@ -480,6 +480,12 @@ def at_end(call):
     return AtEnd()
 
 
+def test_heal_without_the_trainer_is_refused(tmp_path):
+    trainer, _, _ = make(tmp_path, knows=False, options={"mode": "heal"})
+    with pytest.raises(UsageError, match="does not know its trainer"):
+        trainer.train()
+
+
 class Positions(TrainerCallback):
     """Keeps after each step its numbers, and the parameters by the trainer's own step."""
 

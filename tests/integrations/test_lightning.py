@@ -20,6 +20,7 @@ from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 
 from tests.integrations.lit import (  # noqa: E402
     NAN,
+    Gan,
     Lit,
     Looks,
     ends,
@@ -34,7 +35,7 @@ from tests.support.inside import probe_of  # noqa: E402
 from tests.support.watched import own_place  # noqa: E402, F401
 from tests.trainer_hooks.probing import ask  # noqa: E402
 from trainer_hooks.integrations.lightning import VitalsCallback  # noqa: E402
-from trainvitals.errors import TrainingHalted  # noqa: E402
+from trainvitals.errors import TrainingHalted, UsageError  # noqa: E402
 from trainvitals.records import AttemptStarted  # noqa: E402
 
 
@@ -282,6 +283,10 @@ def test_a_module_that_gives_its_batches_has_the_state_asked_and_trains_as_befor
 
 
 class TestHeal:
+    def test_is_refused_in_manual_optimization(self, tmp_path):
+        with pytest.raises(UsageError, match="manual optimization"):
+            fit(tmp_path, Gan(), vitals=VitalsCallback(mode="heal", optimizer=0))
+
     def test_a_damaged_module_goes_back_with_the_step_and_the_rate(self, tmp_path):
         class Damaged(Lit):
             def __init__(self):

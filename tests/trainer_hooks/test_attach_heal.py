@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR
 import trainer_hooks
 from tests.support.watched import assert_same, own_place  # noqa: F401
 from tests.trainer_hooks.measures.journal import Journal
+from trainer_hooks.arguments import WatchArguments
+from trainer_hooks.ranks import Ranks
 from trainvitals.errors import TrainingHalted, UsageError
 from trainvitals.records import AttemptStarted, DecisionMade
 
@@ -47,6 +49,21 @@ class Loop:
     def loss_of(self, batch: torch.Tensor) -> torch.Tensor:
         return (self.model(batch) - batch.sum(1, keepdim=True)).square().mean()
 
+    @torch.no_grad()
+    def spoil(self, factor: float = float("nan")) -> None:
+        """Damage a weight."""
+        self.model[3].weight.mul_(factor)
+
+    def update(self, attached: trainer_hooks.Attached, factor: float = 1.0) -> float:
+        """Train on a batch from torch's own random numbers; return its first number."""
+        batch = torch.randn(8, 6)
+        loss = self.loss_of(batch) * factor
+        self.optimizer.zero_grad()
+        loss.backward()
+        attached.loss(loss)
+        self.optimizer.step()
+        return batch[0, 0].item()
+
     def rewind(self, num: int) -> None:
         self.count -= num
 
@@ -57,8 +74,7 @@ class Loop:
         went_back = []
         for batch_number in range(STEPS):
             if batch_number in damage:
-                with torch.no_grad():
-                    self.model[3].weight.mul_(damage[batch_number])
+                self.spoil(damage[batch_number])
             batch = torch.randn(32, 6, generator=torch.Generator().manual_seed(batch_number))
             if attached is not None and self.probes:
                 attached.keep_batch(batch, self.loss_of)
@@ -132,8 +148,7 @@ def test_a_rollback_inside_the_scaler_s_step_lets_the_loop_update_it(fused):
         attached.when_rolled_back(back.append)
         for number in range(120):
             if number == 80:
-                with torch.no_grad():
-                    loop.model[3].weight.mul_(float("nan"))
+                loop.spoil()
             loss = loop.loss_of(torch.ones(4, 6) * (1 + number % 5))
             scaler.scale(loss).backward()
             attached.loss(loss)
@@ -152,15 +167,9 @@ def test_random_numbers_move_on_with_the_data():
     with trainer_hooks.attach(loop.model, loop.optimizer, mode="heal") as attached:
         attached.when_rolled_back(back.append)
         for number in range(120):
-            batch = torch.randn(8, 6)
-            drawn.append(batch[0, 0].item())
-            loss = loop.loss_of(batch) * (float("nan") if 70 <= number < 110 else 1.0)
-            loss.backward()
-            attached.loss(loss)
-            loop.optimizer.step()
-            loop.optimizer.zero_grad()
+            drawn.append(loop.update(attached, float("nan") if 70 <= number < 110 else 1.0))
     assert len(set(drawn)) == len(drawn)
-    assert 1 >= len(back)
+    assert 1 == len(back)
 
 
 @pytest.mark.parametrize("bad", [3, 80])
@@ -173,16 +182,11 @@ def test_the_scheduler_and_an_average_are_where_they_were_also_before_the_first_
     ) as attached:
         for number in range(120):
             if number == bad:
-                with torch.no_grad():
-                    loop.model[3].weight.mul_(float("nan"))
-            loss = loop.loss_of(torch.randn(8, 6))
-            loss.backward()
-            attached.loss(loss)
-            loop.optimizer.step()
+                loop.spoil()
+            loop.update(attached)
             average.update_parameters(loop.model)
             assert "step" not in loop.scheduler.state_dict()
             loop.scheduler.step()
-            loop.optimizer.zero_grad()
             found.append((attached.step_index, loop.scheduler.last_epoch))
     assert any(later[0] < earlier[0] for earlier, later in pairwise(found))
     assert all(step == epoch for step, epoch in found)
@@ -199,13 +203,8 @@ def test_a_plateau_is_given_as_a_scheduler_and_goes_back():
         for number in range(120):
             if number == 80:
                 plateau.num_bad_epochs = 77
-                with torch.no_grad():
-                    loop.model[3].weight.mul_(float("nan"))
-            loss = loop.loss_of(torch.randn(8, 6))
-            loss.backward()
-            attached.loss(loss)
-            loop.optimizer.step()
-            loop.optimizer.zero_grad()
+                loop.spoil()
+            loop.update(attached)
     assert [0] == before
 
 
@@ -215,6 +214,26 @@ def test_off_counts_its_updates():
         while attached.step_index < 3:
             loop.loss_of(torch.ones(4, 6)).backward()
             loop.optimizer.step()
+
+
+def test_an_engine_that_keeps_the_state_is_refused_with_the_way_out():
+    loop = Loop()
+    unused = dict.fromkeys(
+        ("run", "scaler", "dir", "tokens_per_step", "config", "state", "signals"), None
+    )
+    arguments = WatchArguments(
+        model=loop.model, optimizers=(loop.optimizer,), mode="heal", tags=(), engine=object(),
+        owns_step=False, **unused,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="engine keeps the weights") as caught:
+        arguments.agreed_mode(Ranks.join(), {})
+    assert "mode='guard'" in caught.value.hint
+
+
+def test_sigterm_saves_nothing_because_the_loop_has_its_own_checkpoints():
+    loop = Loop()
+    with trainer_hooks.attach(loop.model, loop.optimizer, mode="heal") as attached:
+        assert not attached.shutdown.saves
 
 
 def test_two_optimizers_are_refused():

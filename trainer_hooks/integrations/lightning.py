@@ -96,6 +96,12 @@ class VitalsCallback(_Callback):
         options: Options = {**self._options}
         options["state"] = {**_averages(trainer.callbacks), **(options.get("state") or {})}
         if options.get("mode") == "heal":
+            if not pl_module.automatic_optimization:
+                raise UsageError(
+                    "mode 'heal' cannot roll back in manual optimization, because the module steps "
+                    "its optimizers and schedulers itself",
+                    hint="use mode='guard', or automatic optimization",
+                )
             schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
             options.setdefault("schedulers", schedulers)
         self._optimizer = self._select_optimizer(trainer.optimizers)
