@@ -363,10 +363,12 @@ def _check_pipeline(arguments: WatchArguments) -> None:
             hint="watch(stage_module, optimizer, pipeline=schedule), for several stages with "
             "torch.nn.ModuleList(stage_modules)",
         )
-    if getattr(arguments.signals, "measures", False):
+    signals = arguments.signals
+    if getattr(signals, "noise_scale", False) or getattr(signals, "reduction", False):
         raise UsageError(
-            "signals are not measured in a pipeline, because its ranks hold different layers",
-            hint="leave watch(signals=...) out",
+            "signals of each rank's own gradients are not measured in a pipeline, because its "
+            "ranks hold different parameters",
+            hint="leave noise_scale and reduction out of watch(signals=SignalSettings(...))",
         )
 
 

@@ -98,7 +98,7 @@ class Pipelined:
             if "dp" in mesh.mesh_dim_names:
                 self.seed = 10**6 * mesh["dp"].get_local_rank()
         numbers = stages_of_rank(schedule, self.rank, self.size)
-        num_stages = len(numbers) * self.size
+        num_stages, self.schedule_stages = len(numbers) * self.size, numbers
         self.stages = []
         for number in numbers:
             torch.manual_seed(number)

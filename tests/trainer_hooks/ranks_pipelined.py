@@ -13,12 +13,13 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import trainer_hooks
 from tests.support.inside import device_of, events_of, records_of
-from tests.trainer_hooks.pipelined import BAD, STEPS, Pipelined, local
+from tests.trainer_hooks.pipelined import BAD, BATCH, MICRO, STEPS, Pipelined, local
 from tests.trainer_hooks.thawing import alike
 from trainvitals.errors import UsageError
 from trainvitals.records import FindingRaised
 
 NAN = float("nan")
+INFINITE = torch.full((BATCH // MICRO, 8), torch.inf)
 
 
 def watch(training, **settings):
@@ -167,7 +168,7 @@ def refusals():
     refused("no pipeline, off", lambda: watched(mode="off"))
     refused("attach", lambda: trainer_hooks.attach(module, optimizer))
     refused("not a schedule", lambda: watched(pipeline=module))
-    signals = trainer_hooks.SignalSettings(weight_norm=True)
+    signals = trainer_hooks.SignalSettings(noise_scale=True)
     refused("signals", lambda: watched(pipeline=training.schedule, signals=signals))
     other = ScheduleGPipe(PipelineStage(nn.Linear(8, 8), rank, 2, device), 2)
     refused("another module", lambda: watched(pipeline=other))
@@ -219,6 +220,48 @@ def in_mesh(schedule, wrapper, **sizes):
     }
 
 
+def corrupted():
+    """A replica of stage 1 differs from the other replica of the stage."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    training = Pipelined(mesh=mesh, wrapper="ddp")
+    with watch(training) as monitor:
+        findings = events_of(monitor)
+        for step in range(60):
+            if step == 10 and dist.get_rank() == 3:
+                with torch.no_grad():
+                    training.stages[0].layers[0].weight[0, 0] += 2.0**-9
+            monitor.step(training.backward(step))
+    raised = [event.finding for event in findings if isinstance(event, FindingRaised)]
+    return {"kinds": sorted({f.kind for f in raised}), "reasons": [f.reason for f in raised]}
+
+
+def signals(schedule):
+    """Weights, updates and outputs of all stages; the output of the last stage is infinite once."""
+    training = Pipelined(schedule=schedule)
+    settings = trainer_hooks.SignalSettings(every=1, update_norm=True, activations=("*layers.0",))
+    samples, expected = [], []
+    last = training.stages[-1].layers[0]
+    with watch(training, signals=settings) as monitor:
+        sampler = device_of(monitor).sampler
+        unpack = sampler.unpack
+        sampler.unpack = lambda *numbers: samples.append(unpack(*numbers)) or samples[-1]
+        for step in range(5):
+            expected.append([p.detach().double().square().sum().item() for p in last.parameters()])
+            if step == 3 and training.is_last:
+                last.register_forward_hook(lambda *_: INFINITE, prepend=True)
+            monitor.step(training.backward(step))
+    names = device_of(monitor).norms.names
+    at = names.index(f"stage{training.schedule_stages[-1]}.layers.0.weight")
+    return {
+        "expected": [weight for weight, _ in expected],
+        "weights": [sample.weight_squares[at] for sample in samples],
+        "updated": all(x > 0 for x in samples[2].update_squares),
+        "modules": sampler.measured_modules,
+        "nonfinite": [name for name, a in samples[3].activations.items() if a.rms == torch.inf],
+        "faults": monitor.swallowed_errors,
+    }
+
+
 def cases(rank, folder, *, world_size):
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size
@@ -243,10 +286,12 @@ def cases(rank, folder, *, world_size):
         found["heals"]["gpipe"] = heals(folder, "gpipe")
         found["bad gradient"] = [bad_gradient(0), bad_gradient(1), bad_gradient(0, "interleaved")]
         found["clips"] = clips()
+        found["signals"] = [signals("1f1b"), signals("interleaved")]
         found["attached"] = attaches()
         found["refusals"] = refusals()
     else:
         found["heals"]["fsdp2"] = heals(folder, "1f1b", "fsdp2", dp=2, pp=2)
+        found["corrupted"] = corrupted()
         found["heals"]["tp"] = heals(folder, "1f1b", "tp", pp=2, tp=2)
         found["meshes"] = {
             "ddp": in_mesh("1f1b", "ddp", dp=2, pp=2),

@@ -1,6 +1,7 @@
 """Pipelines of torch.distributed.pipelining: one norm, one verdict, exact on every stage."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +121,22 @@ def test_a_clip_uses_the_norm_of_all_stages(of_two):
     assert all(rank["clips"] < 1e-6 for rank in of_two)
 
 
+def test_replicas_of_a_stage_are_compared_and_stages_are_not(of_four):
+    case = of_four[0]["corrupted"]
+    assert ["replica_corrupted"] == case["kinds"]
+    assert all(re.search("on rank 1 .* or rank 3 ", reason) for reason in case["reasons"])
+
+
+def test_signals_have_the_values_of_all_stages(of_two):
+    for rank in of_two:
+        for case in rank["signals"]:
+            stages = range(2 if case is rank["signals"][0] else 4)
+            assert case["expected"] == pytest.approx(case["weights"], rel=1e-6)
+            assert (True, {}) == (case["updated"], case["faults"])
+            assert sorted(f"stage{i}.layers.0" for i in stages) == sorted(case["modules"])
+            assert [f"stage{stages[-1]}.layers.0"] == case["nonfinite"]
+
+
 def test_a_stage_trains_without_its_pipeline_in_mode_off(of_two):
     assert ["", ""] == [rank["refusals"]["no pipeline, off"] for rank in of_two]
 
@@ -130,7 +147,7 @@ def test_a_stage_trains_without_its_pipeline_in_mode_off(of_two):
         ("no pipeline", "of a pipeline with 2 stages"),
         ("attach", "of a pipeline with 2 stages"),
         ("not a schedule", "it must be a schedule"),
-        ("signals", "signals are not measured in a pipeline"),
+        ("signals", "signals of each rank's own gradients are not measured in a pipeline"),
         ("another module", "the model does not contain stage"),
         ("another pipeline", "rank 0: stage 0 of 2, rank 1: stage 1 of 3"),
         ("added group", "a parameter group was added after attach() or watch(pipeline=...)"),

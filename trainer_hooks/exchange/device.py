@@ -171,7 +171,8 @@ class DeviceParts:
             self.averages.follow_groups(self.optimizers)
         self.memory = MemoryEstimate(model, self.optimizers, self.norms.device)
         names = [turn.name for turn in self.turns[1:]]
-        self.turns = _optimizer_turns(self.optimizers, engine.guards, names)
+        has_all = self.norms.has_all
+        self.turns = _optimizer_turns(self.optimizers, engine.guards, names if has_all else None)
 
 
 def build_device_parts(
@@ -232,7 +233,7 @@ def build_device_parts(
         if steps_by_itself
         else _build_section_timer(model, ranks, norms.device, faults),
         memory=MemoryEstimate(model, optimizers, norms.device),
-        turns=_optimizer_turns(optimizers, engine.guards, names if stages is None else None),
+        turns=_optimizer_turns(optimizers, engine.guards, names if norms.has_all else None),
     )
 
 

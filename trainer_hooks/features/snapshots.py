@@ -14,6 +14,7 @@ from trainer_hooks.recovery.manager import RecoveryManager
 from trainer_hooks.recovery.state import StateCheck
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
+from trainvitals.detect.replicas import format_ranks
 from trainvitals.policy import Judgement, Proposal
 
 _MAX_NAMES = 4
@@ -133,13 +134,16 @@ class SnapshotsFeature(StepFeature):
     def _add_nonfinite_parameters(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
         """Add this rank's non-finite parameters to the rows of their layers, and to the reasons.
 
-        Without rank 0, which writes the findings and those rows, one other rank notes its names.
+        Without rank 0, which writes the findings and those rows, the reasons have the ranks, and
+        one of them notes its names.
         """
         ranks = step.reduced.ranks_where("nonfinite_params") if step.record.nonfinite_params else ()
         run, rank = self._run, self._run.ranks.rank
         if rank not in ranks or rank != min(ranks):
             self._nonfinite_parameters = ()
-            return judgement
+            is_elsewhere = ranks and min(ranks) > 0
+            text = format_ranks(ranks)
+            return _add_names(judgement, "nonfinite_params", text) if is_elsewhere else judgement
         if not self._nonfinite_parameters:  # once per row: it waits for the device
             with run.faults.fail_open("nonfinite_params"):
                 self._nonfinite_parameters = run.device.norms.nonfinite_names()

@@ -20,6 +20,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.ranks import Ranks
+from trainer_hooks.tensors.experts import expert_groups
 from trainer_hooks.tensors.gradients import (
     GradNorms,
     NamedModels,
@@ -514,7 +515,7 @@ class LoopOptimizers:
         self._optimizers = optimizers
         self._scaler = scaler
         reshard(model)
-        self._pieces = flat_pieces(model)
+        self._pieces, self._experts = flat_pieces(model), expert_groups(model)
         self._params = named_parameters(model, optimizers)
         self._device = local_tensor(next(iter(self._params.values()))).device
         self.guards = tuple(OptimizerGuard(optimizer, scaler) for optimizer in optimizers)
@@ -522,8 +523,8 @@ class LoopOptimizers:
     def norms(self, ranks: Ranks) -> GradNorms:
         """Return the object that measures the guarded parameters' gradients. Collective."""
         if self._stages is not None:
-            return StageNorms(self._params, ranks, self._pieces, self._stages)
-        return GradNorms(self._params, ranks, self._pieces)
+            return StageNorms(self._params, ranks, self._pieces, self._experts, self._stages)
+        return GradNorms(self._params, ranks, self._pieces, self._experts)
 
     def release(self) -> None:
         """Restore the optimizers to their original state."""

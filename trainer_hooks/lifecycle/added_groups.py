@@ -53,8 +53,8 @@ def adopt_groups(
     names, sampler = device.norms.names, device.sampler
     added, removed = _only_in(names, earlier_names), _only_in(earlier_names, names)
     if run.replicas is not None:
-        params = dict(zip(names, device.norms.params, strict=True))
-        run.replicas.follow_groups({name: params[name] for name in added})
+        params = zip(device.norms.local_names, device.norms.params, strict=True)
+        run.replicas.follow_groups({name: param for name, param in params if name in added})
     if recovery is not None:
         after = step - run.judge.last_unhealthy_step
         recovery.follow_groups(trusted=after > recovery.settings.healthy_after)

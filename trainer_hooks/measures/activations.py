@@ -7,7 +7,7 @@ rank 0 does: they would wait for it in the next collective anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, cast
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer_hooks.failopen import FaultCounter
-from trainer_hooks.tensors.gradients import clean_name, local_tensor, unwrap
+from trainer_hooks.ranks import Ranks
+from trainer_hooks.tensors.gradients import clean_name, local_tensor
 from trainvitals.errors import UsageError
 
 _NOT_MEASURED = -1.0
@@ -29,42 +30,48 @@ class Activation(NamedTuple):
     """Output of one module in one step."""
 
     rms: float
-    max_abs: float
-    dead_ratio: float
-    """Fraction of features that are 0 for every element of the batch."""
+    max_abs: float | None
+    dead_ratio: float | None
+    """Fraction of features that are 0 for every element of the batch; None if another rank's."""
 
 
-def choose_modules(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
-    """Return the modules that match the patterns, to measure their activations.
+def choose_modules(
+    named_modules: Iterable[tuple[str, nn.Module]], patterns: tuple[str, ...], ranks: Ranks
+) -> dict[str, nn.Module | None]:
+    """Return the modules of all ranks that match the patterns, to measure their activations.
+
+    Collective. A module that only other ranks have is None: another expert, or stage of a pipeline.
 
     Raises:
-        UsageError: a pattern matches no module.
+        UsageError: a pattern matches no module on any rank.
     """
     modules: dict[str, nn.Module] = {}
-    for name, module in unwrap(model)[0].named_modules():
+    for name, module in named_modules:
         modules.setdefault(clean_name(name), module)  # the wrapper instead of the module inside
-    modules.pop("")
-    selected: dict[str, nn.Module] = {}
-    for pattern in patterns:
-        matching = {name: m for name, m in modules.items() if fnmatchcase(name, pattern)}
-        if not matching:
+    modules.pop("", None)
+    matching = [[name for name in modules if fnmatchcase(name, p)] for p in patterns]
+    everyone = ranks.gather(matching)
+    for i, pattern in enumerate(patterns):
+        if not any(names[i] for names in everyone):
             raise UsageError(
                 f"SignalSettings.activations: no module is named {pattern!r}",
                 hint=f"the model has {', '.join(list(modules)[:8])}",
             )
-        selected.update(matching)
-    return selected
+    union = dict.fromkeys(name for rank in everyone for names in rank for name in names)
+    return {name: modules.get(name) for name in union}
 
 
 class Activations:
     """Measures module outputs in sampled steps; the values stay on the device until readback.
+
+    ``modules``: those of all ranks, None for one that this rank does not have.
 
     Only the first training forward of a module counts; later micro-batches and the recomputation of
     activation checkpointing do not.
     """
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], device: torch.device, faults: FaultCounter
+        self, modules: Mapping[str, nn.Module | None], device: torch.device, faults: FaultCounter
     ) -> None:
         self.names = tuple(modules)
         self._faults = faults
@@ -75,6 +82,7 @@ class Activations:
         self._handles = [
             module.register_forward_hook(self._make_forward_hook(i))
             for i, module in enumerate(modules.values())
+            if module is not None
         ]
 
     @property

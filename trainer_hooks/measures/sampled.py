@@ -77,7 +77,7 @@ class WeightUpdateNorms:
 
     def _share_of(self, tensors: list[Tensor]) -> Tensor:
         """Return this rank's share of the measured squared norms of the tensors."""
-        return self._squares.of(tensors, self._norms.device) * self._norms.share
+        return self._norms.shares_of(self._squares.of(tensors, self._norms.device))
 
 
 class OutsideWrites:
@@ -107,7 +107,7 @@ class OutsideWrites:
         if after is None:
             return None
         weights, moments = map(_relative_change, after, self._weight_and_moment_sums())
-        return weights * self._norms.share, moments * self._norms.share
+        return self._norms.shares_of(weights), self._norms.shares_of(moments)
 
     @torch.no_grad()
     def _weight_and_moment_sums(self) -> tuple[Tensor, Tensor]:
@@ -189,6 +189,8 @@ class SignalSampler:
         faults: FaultCounter,
         optimizers: Sequence[Optimizer] = (),
     ) -> None:
+        # Collective, so nothing before it may raise on one rank only.
+        modules = choose_modules(norms.named_modules(model), settings.activations, ranks)
         self.settings = settings
         self._faults = faults
         self._num_params = len(norms.names)
@@ -199,7 +201,6 @@ class SignalSampler:
             self._updates = WeightUpdateNorms(norms)
         self._writes = OutsideWrites(norms, optimizers) if settings.outside_writes else None
         self._own_square = torch.full((1,), -1.0, dtype=torch.float64, device=norms.device)
-        modules = choose_modules(model, settings.activations)
         self._own_gradients = None
         if settings.noise_scale or settings.reduction:
             from trainer_hooks.measures.noise import LocalGradientMeter
@@ -334,10 +335,10 @@ class SignalSampler:
         changes = summed[self._end_of_squares : self._end_of_writes]
         nonfinite = summed[self._end_of_writes : self._end_of_activations]
         for name, num in zip(self.measured_modules, nonfinite, strict=True):
-            measured = activations.get(name)
-            if num and measured is not None and math.isfinite(measured.rms):
-                # Not finite on another rank, whose values are not read here.
-                activations[name] = measured._replace(rms=math.inf)
+            measured = activations.get(name, Activation(math.inf, None, None))
+            if num:  # maybe on another rank, whose values are not read here
+                is_finite = math.isfinite(measured.rms)
+                activations[name] = measured._replace(rms=math.inf) if is_finite else measured
         return SampledSignals(
             weight_squares=squares[:n] if weights else None,
             update_squares=squares[n:] if updates else None,

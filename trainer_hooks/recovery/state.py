@@ -27,6 +27,7 @@ from trainer_hooks.guard.hook_memory import comm_hooks
 from trainer_hooks.stateful import HasStateDict
 from trainer_hooks.tensors import optimizer_state
 from trainer_hooks.tensors.copying import wait_for_copies
+from trainer_hooks.tensors.experts import ddp_groups, expert_groups
 from trainer_hooks.tensors.gradients import clean_name, reshard, unwrap
 from trainer_hooks.tensors.rng import capture_rng, restore_rng
 from trainer_hooks.tensors.shard_layout import LocalShard, local_shards
@@ -117,13 +118,14 @@ class TrainingState:
         """Return the positions of this rank's parameters in the complete ones, by their names.
 
         Includes registered modules. A missing parameter has no position: only this rank has it, as
-        all of a pipeline's stage.
+        experts and all of a pipeline's stage.
         """
         if self._is_stage:
             return {}
         local_shard = partial(local_shards, rank=rank, world_size=world_size)
-        alike = self._alike_on_all_ranks(world_size)
-        places = local_shard(self._model, "model.", self._params, alike=alike)
+        alike, experts = self._alike_on_all_ranks(world_size), expert_groups(self._wrapped)
+        common = {name: p for name, p in self._params.items() if id(p) not in experts}
+        places = local_shard(self._model, "model.", common, alike=alike)
         for name, stateful in self._extra.items():
             if isinstance(stateful, nn.Module):
                 prefix, tensors = f"extra.{name}.", dict(_tensors_of(stateful))
@@ -168,12 +170,16 @@ class TrainingState:
     def holders(self, world_size: int) -> dict[str, tuple[int, ...]]:
         """Return the ranks that must hold the same as this one, by the names of parameters.
 
-        All ranks if DDP keeps it equal, those along the replicated sides of a mesh for a DTensor
-        and along FSDP1's replicas. A missing parameter belongs to this rank, or is unknown.
+        The ranks of DDP if it keeps it equal, those along the replicated sides of a mesh for a
+        DTensor and along FSDP1's replicas. A missing parameter belongs to this rank, or is unknown.
         """
         everyone = tuple(range(world_size))
         apart, flat = self._trains_apart(), _flat_holders(self._wrapped)
         alike = frozenset() if apart else self._alike_on_all_ranks(world_size)
+        groups: dict[int, tuple[int, ...]] = {}
+        if not apart:
+            groups |= ddp_groups(self._wrapped) if self._is_ddp or self._is_stage else {}
+            groups |= expert_groups(self._wrapped)
         holders: dict[str, tuple[int, ...]] = {}
         for name, param in self._params.items():
             if id(param) in flat:
@@ -182,6 +188,8 @@ class TrainingState:
                 holders[f"model.{name}"] = _dtensor_replica_ranks(param)
             elif name in alike:
                 holders[f"model.{name}"] = everyone
+            elif id(param) in groups:
+                holders[f"model.{name}"] = groups[id(param)]
         return {key: ranks for key, ranks in holders.items() if len(ranks) > 1}
 
     def _trains_apart(self) -> bool:
@@ -229,20 +237,11 @@ class TrainingState:
         plain = frozenset(n for n, p in self._params.items() if not hasattr(p, "to_local"))
         if world_size == 1:
             return plain
-        wrappers = [
-            (clean_name(name), module)
-            for name, module in self._wrapped.named_modules()
-            if isinstance(module, DistributedDataParallel)
-        ]
-        if wrappers:
-            synced = {
-                clean_name(f"{prefix}.{name}")
-                for prefix, ddp in wrappers
-                if ddp.process_group.size() == world_size
-                for name, _ in ddp.module.named_parameters()
-                if name not in ddp.parameters_to_ignore
-            }
-            return plain & synced if self._is_ddp else frozenset()
+        if any(isinstance(module, DistributedDataParallel) for module in self._wrapped.modules()):
+            everyone = tuple(range(world_size))
+            groups = ddp_groups(self._wrapped)
+            synced = {n for n in plain if groups.get(id(self._params[n])) == everyone}
+            return frozenset(synced) if self._is_ddp else frozenset()
         parallel = len(plain) < len(self._params)
         fsdp = any(
             base.__name__ in ("FSDPModule", "FullyShardedDataParallel")
@@ -250,8 +249,11 @@ class TrainingState:
             for base in type(module).__mro__
         )
         # With only tensor parallelism, ranks compute the same wherever they hold the same.
-        # Parameters that FSDP was told to leave out belong to each rank.
-        return plain if parallel and not fsdp else frozenset()
+        # Parameters that FSDP was told to leave out belong to each rank, as experts do.
+        if not parallel or fsdp:
+            return frozenset()
+        experts = expert_groups(self._wrapped)
+        return frozenset(name for name in plain if id(self._params[name]) not in experts)
 
     # ------------------------------------------------------------------------------- reading
 

@@ -4,7 +4,11 @@ The ranks compare their parts once, at ``watch()``. A part is identified by its 
 among the parts, and its shape. Ranks that agree in all three hold the same numbers: DDP replicas,
 or the replicated side of a mesh. All other ranks hold separate parts: FSDP, tensor parallelism, and
 both together. A local square is divided by its number of holders, so the sum over the ranks is the
-exact global square, without weights from placements.
+exact global square, without weights from placements. The position of an expert's parameter starts
+with the ranks that train it together, because other ranks train another one under the same name.
+
+The reduce vector has a place for every parameter of every rank. Ranks may hold experts of other
+names, and stages of a pipeline: each rank fills the places of its own parameters.
 
 A gradient of 1e30 must stay a finite outlier although its square is Inf in float32, and float32
 sums of millions of squares drift (torch's own norm of 25M elements is off by 0.3% on the CPU). On a
@@ -30,6 +34,7 @@ from torch.optim import Optimizer
 
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.tensors.events import copy_to
+from trainer_hooks.tensors.experts import RankGroup
 from trainer_hooks.tensors.optimizer_state import nonfinite_count
 from trainvitals.errors import UsageError
 
@@ -37,6 +42,9 @@ Piece = tuple[tuple[int, ...], tuple[int, ...]]
 """Position of a part among the parts of its parameter, and its shape."""
 
 Shard = tuple[str, Piece]
+
+_EXPERT = -1
+"""First number of the position of an expert's parameter, before the ranks that train it."""
 
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
 
@@ -167,9 +175,19 @@ def flat_pieces(model: nn.Module) -> dict[int, Piece]:
     return pieces
 
 
-def shards_of(params: Mapping[str, Tensor], pieces: Mapping[int, Piece]) -> list[Shard]:
+def shards_of(
+    params: Mapping[str, Tensor],
+    pieces: Mapping[int, Piece],
+    experts: Mapping[int, RankGroup] | None = None,
+) -> list[Shard]:
     """Return this rank's part of each parameter."""
-    return [(name, pieces.get(id(param)) or _piece(param)) for name, param in params.items()]
+    shards = []
+    for name, param in params.items():
+        place, shape = pieces.get(id(param)) or _piece(param)
+        if experts and id(param) in experts:
+            place = (_EXPERT, *experts[id(param)], *place)
+        shards.append((name, (place, shape)))
+    return shards
 
 
 def _piece(param: Tensor) -> Piece:
@@ -197,8 +215,8 @@ def num_elements(everyone: Sequence[Sequence[Shard]]) -> int:
     return sum(math.prod(shape) for _, (_, shape) in distinct)
 
 
-def check_alike(names: list[list[str]]) -> None:
-    """Refuse parameters that differ by rank on all ranks: gradient packs would differ in length."""
+def check_alike(names: Sequence[Sequence[str]]) -> None:
+    """Refuse parameters that differ by rank on all ranks: their gradients are not comparable."""
     for rank, other in enumerate(names):
         if other != names[0]:
             odd = sorted(set(other).symmetric_difference(names[0]))[:4] or ["their order"]
@@ -206,7 +224,8 @@ def check_alike(names: list[list[str]]) -> None:
                 f"rank {rank} trains {len(other)} parameters and rank 0 {len(names[0])}; they "
                 f"differ in {', '.join(odd)}",
                 hint="all ranks must watch the same parameters in the same order; for the stages "
-                "of a pipeline use watch(..., pipeline=schedule)",
+                "of a pipeline use watch(..., pipeline=schedule); for experts that differ by rank, "
+                "let DDP ignore them, or set allreduce = False on their parameters",
             )
 
 
@@ -399,15 +418,26 @@ class GradNorms:
     """Stages of this rank in a pipeline; empty without one."""
 
     def __init__(
-        self, params: dict[str, Tensor], ranks: Ranks, pieces: Mapping[int, Piece] | None = None
+        self,
+        params: dict[str, Tensor],
+        ranks: Ranks,
+        pieces: Mapping[int, Piece] | None = None,
+        experts: Mapping[int, RankGroup] | None = None,
     ) -> None:
-        self.names = self.local_names = tuple(params)
+        self.local_names = tuple(params)
         self.params: Sequence[Tensor] = tuple(params.values())
         self.device = local_tensor(self.params[0]).device
         self._sharded = [param for param in self.params if hasattr(param, "placements")]
-        mine = shards_of(params, pieces or {})
+        mine = shards_of(params, pieces or {}, experts)
         everyone = ranks.gather(mine)
-        self._check_names(everyone)
+        self.names = self._union(everyone)
+        """Names of all ranks' parameters, in the order of the reduce vector."""
+        self._places: Tensor | None = None
+        """Positions of this rank's parameters among them; None if it has all of them."""
+        if self.names != self.local_names:
+            at = {name: i for i, name in enumerate(self.names)}
+            self._places = torch.tensor([at[n] for n in self.local_names], device=self.device)
+        self._local_squares = torch.zeros(len(params), dtype=torch.float64, device=self.device)
         self.share = torch.tensor(shares(mine, everyone), dtype=torch.float64, device=self.device)
         self.replicated = all(theirs == mine for theirs in everyone)
         self.num_parameters = num_elements(everyone)
@@ -422,9 +452,24 @@ class GradNorms:
         )
         """Whether each gradient is usually measured as it is."""
 
-    def _check_names(self, everyone: Sequence[Sequence[Shard]]) -> None:
-        """Refuse gradients of other parameters on another rank, given each rank's shards."""
-        check_alike([[name for name, _ in rank] for rank in everyone])
+    def _union(self, everyone: Sequence[Sequence[Shard]]) -> tuple[str, ...]:
+        """Return the names of all gradients, given each rank's shards.
+
+        Refuse parameters that differ by rank and are not an expert's.
+        """
+        check_alike(
+            [[name for name, (place, _) in rank if place[:1] != (_EXPERT,)] for rank in everyone]
+        )
+        return tuple(dict.fromkeys(name for rank in everyone for name, _ in rank))
+
+    def named_modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules of a model by the names of their gradients' layers."""
+        yield from unwrap(model)[0].named_modules()
+
+    @property
+    def has_all(self) -> bool:
+        """Whether this rank has gradients of all ranks' parameters: no stages, no other experts."""
+        return self._places is None
 
     def align(self) -> None:
         """Redistribute the gradients of sharded parameters to their layout; may be a collective."""
@@ -489,11 +534,21 @@ class GradNorms:
             out.zero_()
             return
         squares = self._squares.of(grads, self.device)
+        local = out if self._places is None else self._local_squares
         if len(grads) == len(self.params):
-            torch.mul(squares, self.share, out=out)
+            torch.mul(squares, self.share, out=local)
         else:
             index = self._index(where)
-            out.zero_().index_copy_(0, index, squares * self.share[index])
+            local.zero_().index_copy_(0, index, squares * self.share[index])
+        if self._places is not None:
+            out.zero_().index_copy_(0, self._places, local)
+
+    def shares_of(self, values: Tensor) -> Tensor:
+        """Return this rank's share of a number per local parameter, at its place in the vector."""
+        shares = values * self.share
+        if self._places is None:
+            return shares
+        return shares.new_zeros(len(self.names)).index_copy_(0, self._places, shares)
 
     def _index(self, where: list[int]) -> Tensor:
         """Return the positions on the device: cached, and sent from pinned memory: nothing waits.

@@ -12,14 +12,14 @@ import gc
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from trainer_hooks.ranks import Ranks
+from trainer_hooks.tensors.experts import RankGroup
 from trainer_hooks.tensors.gradients import GradNorms, Piece, Shard, check_alike, clean_name, unwrap
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
@@ -111,6 +111,7 @@ class StageNorms(GradNorms):
         params: dict[str, Tensor],
         ranks: Ranks,
         pieces: Mapping[int, Piece],
+        experts: Mapping[int, RankGroup],
         stages: PipelineStages,
     ) -> None:
         own = _RankStages(tuple(stages.modules), stages.num_stages, stages.names(params))
@@ -119,27 +120,29 @@ class StageNorms(GradNorms):
         self.stages = tuple(rank.numbers for rank in everyone)
         """Stages of each rank."""
         self.place = f"{name_stages(own.numbers)} of the pipeline"
-        names_by_stage = _union(everyone)
-        sizes = [len(names) for names in names_by_stage]
-        first = [sum(sizes[:stage]) for stage in range(len(sizes))]
-        self._stage_at = [stage for stage, size in enumerate(sizes) for _ in range(size)]
+        names_by_stage = _names_by_stage(everyone)
+        self._stage_at = [stage for stage, names in enumerate(names_by_stage) for _ in names]
         """Stage of each entry of the vector."""
-        position = {stage: iter(range(at, at + sizes[stage])) for stage, at in enumerate(first)}
-        own_positions = [next(position[stage]) for stage, _ in own.names]
-        all_names = tuple(name for names in names_by_stage for name in names)
-        qualified = [all_names[at] for at in own_positions]
-        super().__init__(dict(zip(qualified, params.values(), strict=True)), ranks, pieces)
-        self.names = all_names
-        self._own_positions = torch.tensor(own_positions, device=self.device)
-        self._own_squares = torch.zeros(len(params), dtype=torch.float64, device=self.device)
+        self._all_names = tuple(name for names in names_by_stage for name in names)
+        unused = {stage: iter(names) for stage, names in enumerate(names_by_stage)}
+        qualified = [next(unused[stage]) for stage, _ in own.names]
+        self._prefixes = {
+            stage: names_by_stage[stage][0].removesuffix(own.names_in(stage)[0])
+            for stage in stages.modules
+            if names_by_stage[stage]
+        }
+        self._modules = stages.modules
+        super().__init__(dict(zip(qualified, params.values(), strict=True)), ranks, pieces, experts)
 
-    def _check_names(self, everyone: Sequence[Sequence[Shard]]) -> None:
-        """Accept other names on the ranks of other stages: ``_union`` has compared them."""
+    def _union(self, everyone: Sequence[Sequence[Shard]]) -> tuple[str, ...]:
+        """Return the names of the parameters of all stages, which ``_names_by_stage`` compared."""
+        return self._all_names
 
-    def squares_into(self, out: Tensor, where: list[int], grads: list[Tensor]) -> None:
-        """Write the squares of this rank's stages into their parts of ``out``; the rest is 0."""
-        super().squares_into(self._own_squares, where, grads)
-        out.zero_().index_copy_(0, self._own_positions, self._own_squares)
+    def named_modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules of this rank's stages by the names of their gradients' layers."""
+        for stage, module in self._modules.items():
+            for name, part in module.named_modules():
+                yield f"{self._prefixes.get(stage, '')}{name}", part
 
     def last_stage_where_bad(self, squares: Iterable[float]) -> int:
         """Return the last stage with a non-finite summed square; -1 without one."""
@@ -147,7 +150,7 @@ class StageNorms(GradNorms):
         return max(bad, default=-1)
 
 
-def _union(everyone: Sequence[_RankStages]) -> tuple[tuple[str, ...], ...]:
+def _names_by_stage(everyone: Sequence[_RankStages]) -> tuple[tuple[str, ...], ...]:
     """Return the names of each stage's parameters; a stage that shares names gets a prefix."""
     counts = {rank.num_stages for rank in everyone}
     by_stage: dict[int, list[tuple[str, ...]]] = {}

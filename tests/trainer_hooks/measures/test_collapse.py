@@ -6,6 +6,7 @@ from torch import nn
 
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.measures.activations import Activations, choose_modules
+from trainer_hooks.ranks import Ranks
 from trainvitals.detect.fleet.base import MergedStep
 from trainvitals.detect.fleet.layers import ActivationConfig, ActivationWatcher
 from trainvitals.records import Finding
@@ -27,7 +28,8 @@ def judged(
 ) -> list[Finding]:
     """Train the model to classify; return what was told of its activations."""
     centers = torch.randn(10, 20)
-    activations = Activations(choose_modules(model, ("*",)), torch.device("cpu"), FaultCounter())
+    modules = choose_modules(model.named_modules(), ("*",), Ranks(0, 1, 0, None))
+    activations = Activations(modules, torch.device("cpu"), FaultCounter())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     watcher = ActivationWatcher(ActivationConfig(warm_up=20))
     findings: list[Finding] = []

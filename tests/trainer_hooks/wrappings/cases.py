@@ -25,12 +25,16 @@ from tests.trainer_hooks.wrappings.models import (
     not_syncing,
 )
 from trainer_hooks.exchange.reduce_vector import ReducedNumbers, Verdict, culprits, judge_on_device
+from trainer_hooks.tensors.experts import expert_groups
 from trainer_hooks.tensors.gradients import local_tensor, shards_of
 
 KINDS = {"nan": float("nan"), "inf": float("inf"), "1e30": 1e30, "x300": 300.0}
 PLACES = ("loss", "element", "all")
 WARM_UP = 17
-SHARDED = ("fsdp2 nested", "hsdp", "sequence parallel", "fsdp2 x tp, sequence parallel")
+SHARDED = (
+    *("fsdp2 nested", "hsdp", "sequence parallel", "fsdp2 x tp, sequence parallel"),
+    *("experts in ddp", "marked experts in fsdp2"),
+)
 """Those that are also tried where a part has no gradient, or a rank cannot measure its own."""
 CLIP = 0.05
 """Below every norm here, so that it always clips."""
@@ -154,12 +158,16 @@ def by_flat_parameter(names: list[str], squares: dict[str, float]) -> dict[str, 
 def full_squares(loop: Loop) -> dict[str, float]:
     """Return the squares of whole gradients, gathered in the slow way that is surely right.
 
-    None for FSDP1, whose parts know of no whole.
+    None for FSDP1, whose parts know of no whole, and for experts of one name that are another one
+    on each rank.
     """
     found = {}
     scale = 1.0 if loop.scaler is None else loop.scaler.get_scale()
     for name, param in zip(device_of(loop.monitor).norms.names, loop.params(), strict=True):
-        if isinstance(loop.model, Fsdp1):
+        is_apart = (
+            getattr(getattr(param, "device_mesh", None), "size", int)() < dist.get_world_size()
+        )
+        if isinstance(loop.model, Fsdp1) or (name.startswith("experts") and is_apart):
             continue
         grad = torch.zeros(()) if param.grad is None else param.grad
         full = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.to_dense()
@@ -192,6 +200,7 @@ def norms(wrapping: Wrapping, rank: int, world: int) -> dict[str, Any]:
     # On gloo, FSDP2 of an older torch adds gradients up without averaging them.
     adds_up = TORCH < (2, 13) and hasattr(loop.model, "set_requires_gradient_sync")
     expected = full if wrapping.rounded or adds_up else reference_squares(wrapping, world)
+    ours = {name.replace("experts.module.", "experts."): square for name, square in ours.items()}
     return {
         "ours": ours,
         "total": loop.verdict.grad_norm.item() ** 2,
@@ -300,7 +309,8 @@ def unmeasured(wrapping: Wrapping, rank: int) -> dict[str, Any]:
             monitor.step(loop.backward(), max_norm=CLIP)
             bits.append(int(loop.verdict.bits.item()))
             assert not all(map(torch.equal, before, loop.state())), "the step did not train"
-    shards = shards_of(dict(zip(norms.names, loop.params(), strict=True)), {})
+    params = dict(zip(norms.names, loop.params(), strict=True))
+    shards = shards_of(params, {}, expert_groups(loop.model))
     digests = [local_tensor(p.detach()).double().sum().item() for p in loop.params()]
     return {"bits": bits, "held": list(zip(shards, digests, strict=True))}
 

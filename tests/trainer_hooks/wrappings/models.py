@@ -9,13 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -48,20 +49,80 @@ class Mix(nn.Linear):
         super().__init__(6, 6, bias=False)
 
 
+class _Divided(torch.autograd.Function):
+    """A tensor whose gradient is divided by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, by: int) -> Tensor:
+        ctx.by = by
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad / ctx.by, None
+
+
+class Experts(nn.Module):
+    """Four experts; the token at position i of a sequence goes to expert i % 4.
+
+    With a ``group``, each of its ranks has the next part of the experts.
+    """
+
+    NUM = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(self.NUM, WIDTH, WIDTH) * WIDTH**-0.5)
+        self.bias = nn.Parameter(torch.zeros(self.NUM, WIDTH))
+        self.group: Any = None
+
+    def spread(self, group: Any) -> None:
+        """Drop the experts of other ranks of a group."""
+        self.group = group
+        num = self.NUM // group.size()
+        mine = slice(dist.get_rank(group) * num, (dist.get_rank(group) + 1) * num)
+        self.weight = nn.Parameter(self.weight.detach()[mine].clone())
+        self.bias = nn.Parameter(self.bias.detach()[mine].clone())
+
+    def _send(self, x: Tensor) -> Tensor:
+        return all_to_all_single_autograd(x.contiguous(), None, None, self.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        by_expert = x.unflatten(1, (-1, self.NUM)).permute(
+            2, 0, 1, 3
+        )  # expert, batch, place, WIDTH
+        tokens = by_expert.flatten(1, 2)
+        size = 1 if self.group is None else self.group.size()
+        weight, bias = (
+            _Divided.apply(p.to_local() if hasattr(p, "to_local") else p, size)
+            for p in (self.weight, self.bias)
+        )
+        if self.group is not None:
+            sent = self._send(tokens).unflatten(0, (size, -1))  # source, expert, token, WIDTH
+            tokens = sent.transpose(0, 1).flatten(1, 2)
+        out = torch.baddbmm(bias[:, None], tokens, weight)
+        if self.group is not None:
+            back = out.unflatten(1, (size, -1)).transpose(0, 1)
+            out = self._send(back.flatten(0, 1))
+        out = out.view_as(by_expert).permute(1, 2, 0, 3).flatten(1, 2)
+        return x + torch.nn.functional.gelu(out)
+
+
 class Net(nn.Module):
     """Takes (batch, sequence, 6). ``batch_norm`` stands for all state that forward writes."""
 
-    def __init__(self, *, batch_norm: bool = True) -> None:
+    def __init__(self, *, batch_norm: bool = True, experts: bool = False) -> None:
         super().__init__()
         self.mix = Mix()
         self.inp = nn.Linear(6, WIDTH)
+        self.experts = Experts() if experts else nn.Identity()
         self.blocks = nn.ModuleList([Block(), Block()])
         self.batch_norm = nn.BatchNorm1d(WIDTH) if batch_norm else None
         self.head = nn.Linear(WIDTH, OUT)
         self.unused = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(self.mix(x))
+        x = self.experts(self.inp(self.mix(x)))
         for block in self.blocks:
             x = block(x)
         if self.batch_norm is not None:
@@ -89,6 +150,7 @@ class Wrapping:
     tensor_parallel: int = 1
     """Neighbouring ranks that see the same data."""
     batch_norm: bool = True
+    experts: bool = False
     sparse: bool = False
     mixed: bool = False
     """The head in bfloat16, the rest in float32."""
@@ -104,7 +166,9 @@ class Wrapping:
     def net(self) -> nn.Module:
         """Return the bare network: the same on every rank."""
         torch.manual_seed(7)
-        net = Table() if self.sparse else Net(batch_norm=self.batch_norm)
+        if self.sparse:
+            return Table()
+        net = Net(batch_norm=self.batch_norm, experts=self.experts)
         if self.mixed:
             net.head.bfloat16()
         return net
@@ -212,6 +276,38 @@ def _tensor_parallel(net: nn.Module, *, sequence: bool, fsdp: bool) -> nn.Module
     return _fsdp2(net, mesh=mesh["dp"])
 
 
+def _expert_parallel(net: nn.Module, *, ddp: bool = False) -> nn.Module:
+    """Spread the experts over pairs of ranks; wrap the two pairs' replicas, and the rest."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        net, ["experts.weight", "experts.bias", "experts.module.weight", "experts.module.bias"]
+    )
+    if dist.get_world_size() == 2:
+        net.experts.spread(dist.group.WORLD)
+        return _ddp(net)
+    mesh = _mesh(2, 2, names=("replicas", "experts"))
+    net.experts.spread(mesh["experts"].get_group())
+    if ddp:
+        net.experts = DistributedDataParallel(
+            net.experts, process_group=mesh["replicas"].get_group()
+        )
+        return _ddp(net)
+    fully_shard(net.experts, mesh=mesh["replicas"])
+    for param in net.experts.parameters():
+        param.allreduce = False
+    return _fsdp2(net, mesh=mesh._flatten("all"))
+
+
+def _sharded_experts(net: nn.Module) -> nn.Module:
+    """Shard the experts by FSDP2 over pairs of ranks that hold parts of one DTensor."""
+    mesh = _mesh(2, 2, names=("replicas", "experts"))
+    net.experts.group = mesh["experts"].get_group()
+    for name, param in net.experts.named_parameters():
+        cut = distribute_tensor(param.detach(), mesh["experts"], [Shard(0)])
+        setattr(net.experts, name, nn.Parameter(cut))
+    fully_shard(net.experts, mesh=mesh["replicas"], shard_placement_fn=lambda _: Shard(1))
+    return _fsdp2(net, mesh=mesh._flatten("all"))
+
+
 def _compiled(net: nn.Module, *, backend: str, inside: bool) -> nn.Module:
     compiled = partial(torch.compile, backend=backend)
     return _ddp(compiled(net)) if inside else compiled(_ddp(net))
@@ -268,6 +364,7 @@ TWO_RANKS: dict[str, Wrapping] = {
         tensor_parallel=2,
         batch_norm=False,
     ),
+    "experts in ddp": Wrapping(wrap=_expert_parallel, experts=True),
 }
 
 FOUR_RANKS: dict[str, Wrapping] = {
@@ -289,6 +386,9 @@ FOUR_RANKS: dict[str, Wrapping] = {
         batch_norm=False,
         since=(2, 8),
     ),
+    "replicated experts in ddp": Wrapping(wrap=partial(_expert_parallel, ddp=True), experts=True),
+    "marked experts in fsdp2": Wrapping(wrap=_expert_parallel, experts=True, since=(2, 13)),
+    "sharded experts in fsdp2": Wrapping(wrap=_sharded_experts, experts=True, since=(2, 13)),
 }
 
 WRAPPINGS = {
@@ -298,7 +398,7 @@ WRAPPINGS = {
 
 QUICK = {
     *("ddp", "ddp autocast fp16 scaled", "fsdp1 flat", "fsdp2 nested", "sequence parallel"),
-    "fsdp2 x tp",
+    *("fsdp2 x tp", "experts in ddp", "marked experts in fsdp2"),
 }
 """One of each kind; the others are as much work again, and run with the slow tests."""
 DAILY = {
@@ -306,7 +406,9 @@ DAILY = {
     (2, "ddp autocast fp16 scaled"),
     (2, "fsdp1 flat"),
     (2, "fsdp2 nested"),
+    (2, "experts in ddp"),
     (4, "fsdp2 x tp"),
+    (4, "marked experts in fsdp2"),
 }
 """World sizes and wrappings; on four ranks only what two cannot have."""
 
