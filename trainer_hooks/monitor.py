@@ -38,6 +38,7 @@ from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.phases import Prepared, refuse_at_step, refuse_probe
 from trainer_hooks.step.run import judge_returned
 from trainer_hooks.tensors.clearing import GradientClearing
+from trainer_hooks.tensors.pipeline import check_can_evaluate
 from trainer_hooks.tensors.rng import capture_rng, restore_rng
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.errors import UsageError
@@ -130,7 +131,8 @@ class Monitor(MonitorBase):
                 ``vitals repro``. Only you can read these files.
             probe: function that returns the loss of a batch, the same that the loop trains on, as
                 one number. ``step()`` calls it on earlier batches, without gradients, to find out
-                whether the state is damaged. It must not change anything.
+                whether the state is damaged. It must not change anything. In a pipeline it calls
+                ``schedule.eval(...)``, on all ranks; what ranks without a loss return is ignored.
 
         Yields:
             The batches.
@@ -140,10 +142,7 @@ class Monitor(MonitorBase):
                 argument is invalid.
         """
         if probe is not None and self._run.given.pipeline is not None:
-            raise UsageError(
-                "probe was given in a pipeline, where a forward of one rank cannot compute a loss",
-                hint="leave the probe out: monitor.batches(loader)",
-            )
+            check_can_evaluate(self._run.given.pipeline)
         stream = self._feed.batches(
             loader,
             epochs=epochs,

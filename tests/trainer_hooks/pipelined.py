@@ -145,6 +145,17 @@ class Pipelined:
         self.schedule.step(*arguments, target=x.flip(1), losses=losses)
         return torch.stack(losses).mean()
 
+    def evaluate(self, step):
+        """Run the schedule forward only on a step's data; return the loss on the last stage."""
+        x = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(step + self.seed))
+        arguments = (x,) if self.is_first else ()
+        if not self.is_last:
+            self.schedule.eval(*arguments)
+            return None
+        losses = []
+        self.schedule.eval(*arguments, target=x.flip(1), losses=losses)
+        return torch.stack(losses).mean()
+
     def bits(self):
         """Return this rank's model and optimizer state."""
         state = dict(self.module.state_dict())

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import trainer_hooks
-from tests.support.inside import device_of, events_of, records_of
+from tests.support.inside import device_of, events_of, probe_of, records_of
 from tests.trainer_hooks.pipelined import BAD, BATCH, MICRO, STEPS, Pipelined, local
+from tests.trainer_hooks.probing import ask, notes
 from tests.trainer_hooks.thawing import alike
 from trainvitals.errors import UsageError
 from trainvitals.records import FindingRaised
@@ -188,6 +189,7 @@ def refusals():
         except UsageError as error:
             texts["added group"] = error.text
         try:
+            training.schedule.__class__ = type("Other", (type(training.schedule),), {})
             monitor.batches([1], probe=lambda batch: 0.0)
         except UsageError as error:
             texts["probe"] = error.text
@@ -218,6 +220,53 @@ def in_mesh(schedule, wrapper, **sizes):
         "skipped": [record.step for record in records if record.skipped],
         "faults": monitor.swallowed_errors,
     }
+
+
+def probes(schedule, wrapper="", **sizes):
+    """The probe asks before and after a bias of the last stage is shifted."""
+    names = tuple(sizes)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=names) if sizes else None
+    settings = {"schedule": schedule, "mesh": mesh, "wrapper": wrapper}
+    expected = Pipelined(**settings).run_bare(without=(), steps=31)
+    training, readings, bits = Pipelined(**settings), [], {}
+    with watch(training) as monitor:
+        written = notes(monitor)
+        for number in monitor.batches(range(36), probe=training.evaluate):
+            monitor.step(training.backward(number))
+            if number == 30:
+                bits = training.bits()
+            if number in (28, 33):
+                readings.append(probe_of(monitor).evaluate(ask(number)).ratio(0.01))
+            if number == 30 and training.is_last:
+                with torch.no_grad():
+                    local(list(training.stages[-1].parameters())[-1]).add_(30.0)
+        is_on = probe_of(monitor).is_on
+    return {
+        "exact": alike(expected, bits),
+        "is_on": is_on,
+        "readings": readings,
+        "on": [note.text for note in written if note.code == "probe_bank"],
+        "off": [note.text for note in written if note.code == "probe_off"],
+        "faults": monitor.swallowed_errors,
+    }
+
+
+def wrong_probe():
+    """The probe of one rank raises before it evaluates the schedule."""
+    training = Pipelined()
+
+    def probe(number):
+        if training.rank == 1 and number > 8:
+            raise ValueError("no such key")
+        return training.evaluate(number)
+
+    with watch(training) as monitor:
+        written = notes(monitor)
+        for number in monitor.batches(range(36), probe=probe):
+            monitor.step(training.backward(number))
+            if number == 30:
+                probe_of(monitor).evaluate(ask(number))
+    return [note.text for note in written if note.code == "probe_off"]
 
 
 def corrupted():
@@ -286,12 +335,25 @@ def cases(rank, folder, *, world_size):
         found["heals"]["gpipe"] = heals(folder, "gpipe")
         found["bad gradient"] = [bad_gradient(0), bad_gradient(1), bad_gradient(0, "interleaved")]
         found["clips"] = clips()
+        found["probes"] = {
+            "gpipe": probes("gpipe"),
+            "1f1b": probes("1f1b"),
+            "interleaved": probes("interleaved"),
+            "zero bubble": probes("zero bubble"),
+        }
+        found["wrong probe"] = wrong_probe()
         found["signals"] = [signals("1f1b"), signals("interleaved")]
         found["attached"] = attaches()
         found["refusals"] = refusals()
     else:
         found["heals"]["fsdp2"] = heals(folder, "1f1b", "fsdp2", dp=2, pp=2)
         found["corrupted"] = corrupted()
+        found["probes"] = {
+            "1f1b": probes("1f1b"),
+            "ddp": probes("1f1b", "ddp", dp=2, pp=2),
+            "fsdp2": probes("1f1b", "fsdp2", dp=2, pp=2),
+            "tp": probes("1f1b", "tp", pp=2, tp=2),
+        }
         found["heals"]["tp"] = heals(folder, "1f1b", "tp", pp=2, tp=2)
         found["meshes"] = {
             "ddp": in_mesh("1f1b", "ddp", dp=2, pp=2),

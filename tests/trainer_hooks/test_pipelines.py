@@ -127,6 +127,23 @@ def test_replicas_of_a_stage_are_compared_and_stages_are_not(of_four):
     assert all(re.search("on rank 1 .* or rank 3 ", reason) for reason in case["reasons"])
 
 
+def test_the_probe_evaluates_the_schedule_and_leaves_the_training_bit_for_bit(found):
+    for rank in found:
+        for name, case in rank["probes"].items():
+            healthy, damaged = case["readings"]
+            assert (True, True) == (case["exact"], case["is_on"]), (name, case["off"])
+            assert case["faults"] == {}, name
+            assert healthy < 1.2 and damaged > 1.5, (name, case["readings"])
+    for case in found[0]["probes"].values():
+        (text,) = case["on"]
+        assert "loss_of gave 0 " not in text
+
+
+def test_a_probe_that_fails_on_one_rank_is_switched_off_on_all(of_two):
+    expected = "the probe is off: loss_of raised ValueError: no such key on rank 1"
+    assert [[expected], []] == [rank["wrong probe"] for rank in of_two]
+
+
 def test_signals_have_the_values_of_all_stages(of_two):
     for rank in of_two:
         for case in rank["signals"]:
@@ -151,7 +168,7 @@ def test_a_stage_trains_without_its_pipeline_in_mode_off(of_two):
         ("another module", "the model does not contain stage"),
         ("another pipeline", "rank 0: stage 0 of 2, rank 1: stage 1 of 3"),
         ("added group", "a parameter group was added after attach() or watch(pipeline=...)"),
-        ("probe", "probe was given in a pipeline"),
+        ("probe", "probe was given in a pipeline with Other, which cannot run forward only"),
         ("optimizer", "all optimizers step together"),
     ],
 )

@@ -44,6 +44,8 @@ class ProbeFeature(StepFeature):
             rewind=lambda: device.shadow.buffers.put_back(
                 torch.ones((), device=device.norms.device)
             ),
+            schedule=given.pipeline,
+            computes_loss=device.norms.has_loss,
         )
         return cls(run, probe)
 

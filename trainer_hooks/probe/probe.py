@@ -8,8 +8,8 @@ the gradient is computed too, unless the model is sharded: damaged weights can g
 and a non-finite gradient. The first call is a rehearsal: it must reproduce the loss of the step.
 
 Limits: if ``loss_of`` raises on one rank in the middle of a forward with collectives (FSDP,
-SyncBatchNorm), the other ranks wait there, as in training. Side effects outside the model (a list,
-a file, a separate generator) are not undone.
+SyncBatchNorm, a pipeline), the other ranks wait there, as in training. Side effects outside the
+model (a list, a file, a separate generator) are not undone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -80,7 +81,12 @@ class Probe:
         faults: FaultCounter,
         max_bytes: int | None = None,
         rewind: Callable[[], object] | None = None,
+        schedule: Any = None,
+        computes_loss: bool = True,
     ) -> None:
+        """``schedule`` is that of a pipeline, where only the last stage ``computes_loss``."""
+        self._schedule = schedule
+        self._computes_loss = computes_loss
         self._model = model
         self._optimizers = tuple(optimizers)
         self._ranks = ranks
@@ -150,6 +156,8 @@ class Probe:
 
     def accepted(self, step: int, attempt: int, own_loss: float | None) -> None:
         """Keep the batches of a step that was judged clean. ``own_loss``: loss of this rank."""
+        if not self._computes_loss:
+            own_loss = 0.0
         if own_loss is None or not math.isfinite(own_loss):
             self.bank.dropped(step)
         else:
@@ -187,7 +195,7 @@ class Probe:
             return
         saved, earlier = self.bank.waiting(step), self._earlier
         self._earlier = earlier or saved
-        loss = own_loss()
+        loss = own_loss() if self._computes_loss else 0.0
         can = saved is not None and earlier is not None and loss is not None and math.isfinite(loss)
         counts = (len(saved.batches), len(earlier.batches)) if saved and earlier and can else (0, 0)
         everywhere = self._ranks.gather(counts)
@@ -208,28 +216,29 @@ class Probe:
         results = self._evaluate_tasks(tasks)
         if results is None:
             return
-        verdict = _rehearsal_mismatch(results, saved, len(now), loss)
-        if (
-            verdict == ""
-            and _ignores_input(results)
-            and not same_content(saved.batches, earlier.batches)
-        ):
-            verdict = "again"
-        verdicts = self._ranks.gather(verdict)
-        for rank, each in enumerate(verdicts):
+        verdict = ""
+        if self._computes_loss:
+            verdict = _rehearsal_mismatch(results, saved, len(now), loss)
+            is_same = not verdict and _ignores_input(results)
+            if is_same and not same_content(saved.batches, earlier.batches):
+                verdict = "again"
+        everyone = self._ranks.gather((verdict, self._computes_loss, results[0].loss, loss))
+        for rank, (each, *_) in enumerate(everyone):
             if each not in ("", "again"):
                 self._switch_off(each, rank)
                 return
-        if "again" in verdicts:
+        if any(each == "again" for each, *_ in everyone):
             self._try_again("loss_of returns the same number for different batches")
             return
         self.is_on = True
         self._earlier = None
         expected = self.bank.expected_bytes() / (1 << 20)
+        rank = next(r for r, (_, computes_loss, *_) in enumerate(everyone) if computes_loss)
+        _, _, gave, saw = everyone[rank]
         self._emit_note(
             "probe_bank",
-            f"the probe is on: loss_of gave {results[0].loss:.6g} where step {saved.step} saw "
-            f"{loss:.6g} on rank {self._ranks.rank}; each rank keeps batches of past steps, up to "
+            f"the probe is on: loss_of gave {gave:.6g} where step {saved.step} saw "
+            f"{saw:.6g} on rank {rank}; each rank keeps batches of past steps, up to "
             f"{expected:.3g} MiB of at most {self.bank.max_bytes / (1 << 20):.3g} MiB",
         )
 
@@ -264,8 +273,10 @@ class Probe:
         if results is None:
             return _empty_probe_result("the probe failed and is now off")
         numbers = [(r.loss, t.banked.loss) for r, t in zip(results, tasks, strict=True)]
+        if not self._computes_loss:
+            numbers = []
         everything = self._ranks.gather((numbers, results[latest].has_gradient))
-        now, then = _mean_losses([numbers for numbers, _ in everything])
+        now, then = _mean_losses([numbers for numbers, _ in everything if numbers])
         bad_ranks = [rank for rank, (_, has_gradient) in enumerate(everything) if not has_gradient]
         return _build_probe_result(ask, near, far, now, then, bad_ranks)
 
@@ -275,7 +286,7 @@ class Probe:
         """Evaluate the losses on all ranks together; None if it failed on any rank."""
         meeting = _ForwardBarrier(self._ranks)
         results: list[_TaskResult] = []
-        with meeting.at_each_forward(self._model):
+        with meeting.at_each_forward(self._model, self._schedule):
             for task in tasks:
                 try:
                     results.append(self._evaluate_task(task))
@@ -305,7 +316,7 @@ class Probe:
                 seed_all(task.seed)
                 value = task.banked.loss_of(copy_to_device(batch))
                 check()
-                losses.append(_loss_number(value))
+                losses.append(_loss_number(value) if self._computes_loss else 0.0)
                 if task.with_gradient and not i:
                     seed_all(task.seed)
                     has_gradient = self._has_gradient(task.banked.loss_of, batch)
@@ -315,9 +326,10 @@ class Probe:
         """Return whether the gradient of a batch is finite; True if that is unknown.
 
         ``torch.autograd.grad`` runs no parameter hooks: DDP reduces nothing, and ``.grad`` is
-        unchanged. A sharded model gathers and reduces in such hooks, so it is not checked.
+        unchanged. A sharded model gathers and reduces in such hooks, so it is not checked, and
+        neither is a pipeline, whose backward passes through all ranks.
         """
-        if is_sharded(self._model):
+        if self._schedule is not None or is_sharded(self._model):
             return True
         parameters = params_of(self._optimizers)
         parameters = [p for p in parameters if p.requires_grad and not p.is_sparse]
@@ -412,23 +424,36 @@ class _ForwardBarrier:
         self.meet(_FAILED)
 
     @contextmanager
-    def at_each_forward(self, model: nn.Module) -> Iterator[None]:
-        """Synchronize before each forward of the probed model: it may contain collectives."""
+    def at_each_forward(self, model: nn.Module, schedule: Any) -> Iterator[None]:
+        """Synchronize before each forward of the probed model: it may contain collectives.
+
+        In a pipeline before each evaluation of the schedule: stages wait for each other inside it.
+        """
         if self._ranks.side is None:
             yield
             return
 
-        def enter(_module: nn.Module, _inputs: Any) -> None:
+        def enter(*_: Any) -> None:
             if not self.meet(_ENTERS):
                 raise _EvaluationAbortedError
 
-        # Before FSDP's hooks: a forward that is aborted must not change FSDP's states.
-        hook: Any = torch.compiler.disable(enter)
-        handle = model.register_forward_pre_hook(hook, prepend=True)
+        if schedule is not None:
+            evaluate = schedule.eval
+
+            def evaluate_together(*args: Any, **kwargs: Any) -> Any:
+                enter()
+                return evaluate(*args, **kwargs)
+
+            schedule.eval = evaluate_together
+            undo: Callable[[], object] = partial(delattr, schedule, "eval")
+        else:
+            # Before FSDP's hooks: a forward that is aborted must not change FSDP's states.
+            hook: Any = torch.compiler.disable(enter)
+            undo = model.register_forward_pre_hook(hook, prepend=True).remove
         try:
             yield
         finally:
-            handle.remove()
+            undo()
 
 
 def _loss_number(value: object) -> float:

@@ -64,6 +64,27 @@ class PipelineStages:
         return [by_id.get(id(param), (first, name)) for name, param in params.items()]
 
 
+_CAN_EVALUATE = frozenset(
+    {"ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"}
+)
+"""Schedules with an ``eval`` that leaves the next training step bit for bit unchanged."""
+
+
+def check_can_evaluate(schedule: Any) -> None:
+    """Refuse a probe in a pipeline that cannot run forward only.
+
+    Raises:
+        UsageError: the schedule's ``eval`` is missing or fails on some of the ranks.
+    """
+    name = type(schedule).__name__
+    if name not in _CAN_EVALUATE or not hasattr(schedule, "eval"):
+        raise UsageError(
+            f"probe was given in a pipeline with {name}, which cannot run forward only",
+            hint=f"leave the probe out, or use one of {', '.join(sorted(_CAN_EVALUATE))}, with a "
+            "torch that has schedule.eval()",
+        )
+
+
 def stages_of(model: nn.Module) -> list[tuple[int, int]]:
     """Return index and number of the stages of a pipeline that are in a module; empty otherwise.
 
