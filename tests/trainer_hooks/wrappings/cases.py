@@ -90,9 +90,11 @@ class Loop:
     def backward(self, factor: float = 1.0) -> Tensor:
         """Run the micro-batches forward and backward; return the mean loss."""
         total = torch.zeros(())
-        replica = self.rank // self.wrapping.tensor_parallel
-        num = self.wrapping.micro_batches
-        for i, (inputs, targets) in enumerate(batches(replica, num)):
+        wrapping = self.wrapping
+        replica = self.rank // wrapping.tensor_parallel // wrapping.context_parallel
+        num = wrapping.micro_batches
+        for i, batch in enumerate(batches(replica, num)):
+            inputs, targets = (wrapping.part_of(part, self.rank) for part in batch)
             with nullcontext() if i == num - 1 else not_syncing(self.model):
                 with self.wrapping.computing():
                     out = self.model(inputs)
@@ -128,7 +130,7 @@ def batches(replica: int, num: int) -> Iterator[tuple[Tensor, Tensor]]:
 def reference_squares(wrapping: Wrapping, world: int) -> dict[str, float]:
     """Return the squares of a bare network's gradients over all replicas' data, by name."""
     net = wrapping.net()
-    replicas = world // wrapping.tensor_parallel
+    replicas = wrapping.num_replicas(world)
     scale = SCALE if wrapping.scaled else 1.0
     for replica in range(replicas):
         for inputs, targets in batches(replica, wrapping.micro_batches):

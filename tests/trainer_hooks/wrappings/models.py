@@ -9,7 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import (
+    all_gather_tensor_autograd,
+    all_to_all_single_autograd,
+)
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
@@ -108,21 +111,43 @@ class Experts(nn.Module):
         return x + torch.nn.functional.gelu(out)
 
 
+class Attention(nn.Module):
+    """Causal attention; with a ``group``, each of its ranks has the next part of the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.group: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        start = 0
+        if self.group is not None:
+            start = dist.get_rank(self.group) * x.shape[1]
+            k, v = (all_gather_tensor_autograd(t.contiguous(), 1, self.group) for t in (k, v))
+        rows, columns = torch.arange(start, start + x.shape[1]), torch.arange(k.shape[1])
+        scores = (q @ k.mT * WIDTH**-0.5).masked_fill(columns > rows[:, None], -torch.inf)
+        return x + scores.softmax(-1) @ v
+
+
 class Net(nn.Module):
     """Takes (batch, sequence, 6). ``batch_norm`` stands for all state that forward writes."""
 
-    def __init__(self, *, batch_norm: bool = True, experts: bool = False) -> None:
+    def __init__(
+        self, *, batch_norm: bool = True, experts: bool = False, attention: bool = False
+    ) -> None:
         super().__init__()
         self.mix = Mix()
         self.inp = nn.Linear(6, WIDTH)
         self.experts = Experts() if experts else nn.Identity()
+        self.attention = Attention() if attention else nn.Identity()
         self.blocks = nn.ModuleList([Block(), Block()])
         self.batch_norm = nn.BatchNorm1d(WIDTH) if batch_norm else None
         self.head = nn.Linear(WIDTH, OUT)
         self.unused = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.experts(self.inp(self.mix(x)))
+        x = self.attention(self.experts(self.inp(self.mix(x))))
         for block in self.blocks:
             x = block(x)
         if self.batch_norm is not None:
@@ -149,6 +174,8 @@ class Wrapping:
     wrap: Callable[[nn.Module], nn.Module]
     tensor_parallel: int = 1
     """Neighbouring ranks that see the same data."""
+    context_parallel: int = 1
+    """Neighbouring ranks that see the same data, each another part of the sequence."""
     batch_norm: bool = True
     experts: bool = False
     sparse: bool = False
@@ -168,10 +195,19 @@ class Wrapping:
         torch.manual_seed(7)
         if self.sparse:
             return Table()
-        net = Net(batch_norm=self.batch_norm, experts=self.experts)
+        attention = self.context_parallel > 1
+        net = Net(batch_norm=self.batch_norm, experts=self.experts, attention=attention)
         if self.mixed:
             net.head.bfloat16()
         return net
+
+    def num_replicas(self, world: int) -> int:
+        """Return the number of groups of ranks that see different data."""
+        return world // self.tensor_parallel // self.context_parallel
+
+    def part_of(self, sequences: Tensor, rank: int) -> Tensor:
+        """Return the rank's part of (batch, sequence, features)."""
+        return sequences.chunk(self.context_parallel, dim=1)[rank % self.context_parallel]
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return an optimizer over the wrapped model's parameters."""
@@ -308,6 +344,14 @@ def _sharded_experts(net: nn.Module) -> nn.Module:
     return _fsdp2(net, mesh=mesh._flatten("all"))
 
 
+def _context_parallel(net: nn.Module) -> nn.Module:
+    """Spread each sequence over pairs of ranks, and average gradients over all ranks."""
+    size = dist.get_world_size()
+    mesh = _mesh(size // 2, 2, names=("data", "sequence"))
+    net.attention.group = mesh["sequence"].get_group()
+    return _ddp(net) if size == 2 else _fsdp2(net, mesh=mesh._flatten("all"))
+
+
 def _compiled(net: nn.Module, *, backend: str, inside: bool) -> nn.Module:
     compiled = partial(torch.compile, backend=backend)
     return _ddp(compiled(net)) if inside else compiled(_ddp(net))
@@ -365,6 +409,9 @@ TWO_RANKS: dict[str, Wrapping] = {
         batch_norm=False,
     ),
     "experts in ddp": Wrapping(wrap=_expert_parallel, experts=True),
+    "context parallel in ddp": Wrapping(
+        wrap=_context_parallel, context_parallel=2, batch_norm=False, since=(2, 13)
+    ),
 }
 
 FOUR_RANKS: dict[str, Wrapping] = {
@@ -389,6 +436,9 @@ FOUR_RANKS: dict[str, Wrapping] = {
     "replicated experts in ddp": Wrapping(wrap=partial(_expert_parallel, ddp=True), experts=True),
     "marked experts in fsdp2": Wrapping(wrap=_expert_parallel, experts=True, since=(2, 13)),
     "sharded experts in fsdp2": Wrapping(wrap=_sharded_experts, experts=True, since=(2, 13)),
+    "context parallel in fsdp2": Wrapping(
+        wrap=_context_parallel, context_parallel=2, batch_norm=False, since=(2, 13)
+    ),
 }
 
 WRAPPINGS = {
@@ -398,7 +448,7 @@ WRAPPINGS = {
 
 QUICK = {
     *("ddp", "ddp autocast fp16 scaled", "fsdp1 flat", "fsdp2 nested", "sequence parallel"),
-    *("fsdp2 x tp", "experts in ddp", "marked experts in fsdp2"),
+    *("fsdp2 x tp", "experts in ddp", "marked experts in fsdp2", "context parallel in ddp"),
 }
 """One of each kind; the others are as much work again, and run with the slow tests."""
 DAILY = {
