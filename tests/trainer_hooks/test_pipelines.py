@@ -15,7 +15,7 @@ from tests.trainer_hooks.ranks_pipelined import eight, four, two
 from tests.trainer_hooks.spawned import spawned
 
 pytestmark = pytest.mark.dist
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "pipelines.md"
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 UNKNOWN = "loss is nan (stage unknown: a NaN of any stage reaches the loss)"
 
 
@@ -177,9 +177,10 @@ def test_what_is_not_supported_is_refused_on_every_rank(of_two, name, text):
         assert text in rank["refusals"][name]
 
 
-def test_the_program_of_the_guide_runs_on_two_ranks(tmp_path):
+@pytest.mark.parametrize(("page", "num_steps"), [("pipelines.md", 100), ("parallelism.md", 60)])
+def test_the_program_of_a_guide_runs_on_two_ranks(tmp_path, page, num_steps):
     program = tmp_path / "program.py"
-    program.write_text(block(PAGE, "test: ranks").body)
+    program.write_text(block(GUIDES / page, "test: ranks").body)
     settings = {"VITALS_AGENT": "off", "OMP_NUM_THREADS": "1", "VITALS_SHM": str(tmp_path)}
     ended = subprocess.run(
         [
@@ -197,4 +198,6 @@ def test_the_program_of_the_guide_runs_on_two_ranks(tmp_path):
         timeout=240,
         check=False,
     )
-    assert "finished after 100 steps: no updates skipped" in ended.stderr, ended.stderr
+    expected = f"finished after {num_steps} steps: no updates skipped"
+    assert expected in ended.stderr, ended.stderr
+    assert "probe is off" not in ended.stderr, ended.stderr
