@@ -84,7 +84,7 @@ class Probe:
         schedule: Any = None,
         computes_loss: bool = True,
     ) -> None:
-        """``schedule`` is that of a pipeline, where only the last stage ``computes_loss``."""
+        """``schedule`` runs a pipeline, where only the rank of the last stage ``computes_loss``."""
         self._schedule = schedule
         self._computes_loss = computes_loss
         self._model = model

@@ -108,7 +108,7 @@ class TrainingState:
     def follow_groups(self) -> None:
         """Include parameter groups, and parameters of the model, that were added since.
 
-        Snapshots taken before do not fit any more.
+        Snapshots taken before do not fit afterwards.
         """
         self._look_up_parameters()
 

@@ -35,8 +35,8 @@ def ddp_groups(model: nn.Module) -> dict[int, RankGroup]:
 def expert_groups(model: nn.Module) -> dict[int, RankGroup]:
     """Return the ranks that train each expert's parameter together, by its id.
 
-    They are those of a DDP wrapper around the expert only, or of its device mesh, and otherwise
-    this rank alone.
+    The ranks of a DDP wrapper around the expert only, or of its device mesh, and otherwise only
+    this rank.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}

@@ -183,10 +183,10 @@ def shards_of(
     """Return this rank's part of each parameter."""
     shards = []
     for name, param in params.items():
-        place, shape = pieces.get(id(param)) or _piece(param)
+        position, shape = pieces.get(id(param)) or _piece(param)
         if experts and id(param) in experts:
-            place = (_EXPERT, *experts[id(param)], *place)
-        shards.append((name, (place, shape)))
+            position = (_EXPERT, *experts[id(param)], *position)
+        shards.append((name, (position, shape)))
     return shards
 
 
@@ -428,8 +428,8 @@ class GradNorms:
         self.params: Sequence[Tensor] = tuple(params.values())
         self.device = local_tensor(self.params[0]).device
         self._sharded = [param for param in self.params if hasattr(param, "placements")]
-        mine = shards_of(params, pieces or {}, experts)
-        everyone = ranks.gather(mine)
+        shards = shards_of(params, pieces or {}, experts)
+        everyone = ranks.gather(shards)
         self.names = self._union(everyone)
         """Names of all ranks' parameters, in the order of the reduce vector."""
         self._places: Tensor | None = None
@@ -438,8 +438,8 @@ class GradNorms:
             at = {name: i for i, name in enumerate(self.names)}
             self._places = torch.tensor([at[n] for n in self.local_names], device=self.device)
         self._local_squares = torch.zeros(len(params), dtype=torch.float64, device=self.device)
-        self.share = torch.tensor(shares(mine, everyone), dtype=torch.float64, device=self.device)
-        self.replicated = all(theirs == mine for theirs in everyone)
+        self.share = torch.tensor(shares(shards, everyone), dtype=torch.float64, device=self.device)
+        self.replicated = all(others == shards for others in everyone)
         self.num_parameters = num_elements(everyone)
         self.part = ALL
         """The parameters that have gradients in the current step."""
@@ -455,11 +455,9 @@ class GradNorms:
     def _union(self, everyone: Sequence[Sequence[Shard]]) -> tuple[str, ...]:
         """Return the names of all gradients, given each rank's shards.
 
-        Refuse parameters that differ by rank and are not an expert's.
+        Refuse parameters of no expert that differ by rank.
         """
-        check_alike(
-            [[name for name, (place, _) in rank if place[:1] != (_EXPERT,)] for rank in everyone]
-        )
+        check_alike([[name for name, (at, _) in rank if at[:1] != (_EXPERT,)] for rank in everyone])
         return tuple(dict.fromkeys(name for rank in everyone for name, _ in rank))
 
     def named_modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -330,7 +330,7 @@ def _expert_parallel(net: nn.Module, *, ddp: bool = False) -> nn.Module:
     fully_shard(net.experts, mesh=mesh["replicas"])
     for param in net.experts.parameters():
         param.allreduce = False
-    return _fsdp2(net, mesh=mesh._flatten("all"))
+    return _fsdp2(net, mesh=_mesh(dist.get_world_size(), names=("all",)))
 
 
 def _sharded_experts(net: nn.Module) -> nn.Module:
@@ -339,9 +339,9 @@ def _sharded_experts(net: nn.Module) -> nn.Module:
     net.experts.group = mesh["experts"].get_group()
     for name, param in net.experts.named_parameters():
         cut = distribute_tensor(param.detach(), mesh["experts"], [Shard(0)])
-        setattr(net.experts, name, nn.Parameter(cut))
+        net.experts.register_parameter(name, nn.Parameter(cut))
     fully_shard(net.experts, mesh=mesh["replicas"], shard_placement_fn=lambda _: Shard(1))
-    return _fsdp2(net, mesh=mesh._flatten("all"))
+    return _fsdp2(net, mesh=_mesh(dist.get_world_size(), names=("all",)))
 
 
 def _context_parallel(net: nn.Module) -> nn.Module:
@@ -349,7 +349,9 @@ def _context_parallel(net: nn.Module) -> nn.Module:
     size = dist.get_world_size()
     mesh = _mesh(size // 2, 2, names=("data", "sequence"))
     net.attention.group = mesh["sequence"].get_group()
-    return _ddp(net) if size == 2 else _fsdp2(net, mesh=mesh._flatten("all"))
+    return (
+        _ddp(net) if size == 2 else _fsdp2(net, mesh=_mesh(dist.get_world_size(), names=("all",)))
+    )
 
 
 def _compiled(net: nn.Module, *, backend: str, inside: bool) -> nn.Module:
