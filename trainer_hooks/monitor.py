@@ -132,7 +132,7 @@ class Monitor(MonitorBase):
             probe: function that returns the loss of a batch, the same that the loop trains on, as
                 one number. ``step()`` calls it on earlier batches, without gradients, to find out
                 whether the state is damaged. It must not change anything. In a pipeline it calls
-                ``schedule.eval(...)``, on all ranks; what ranks without a loss return is ignored.
+                ``schedule.eval(...)``, on all ranks; results of ranks without a loss are ignored.
 
         Yields:
             The batches.
