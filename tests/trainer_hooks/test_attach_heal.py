@@ -125,6 +125,21 @@ def test_a_damaged_state_goes_back_with_the_scheduler_and_the_data_moves_on(prob
     assert text.startswith(f"data: continues after the batch of step {went_back[0]} (not exact")
 
 
+def test_damage_right_after_a_resume_goes_back_to_the_resumed_state():
+    loop = Loop()
+    with trainer_hooks.attach(loop.model, loop.optimizer, loop.scheduler, mode="heal") as attached:
+        loop.run(attached, {})
+        saved = attached.state_dict()
+    before = loop.state()
+    with trainer_hooks.attach(loop.model, loop.optimizer, loop.scheduler, mode="heal") as attached:
+        attached.load_state_dict(saved)
+        loop.count = first = attached.step_index
+        loop.states = {first: before}
+        (went_back,) = loop.run(attached, {5: float("nan")})
+    assert 5 <= went_back < 15
+    assert attached.step_index > first
+
+
 def test_a_healthy_loop_trains_bit_for_bit_as_without_us():
     states = []
     for mode in ("guard", "heal"):

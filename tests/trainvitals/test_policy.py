@@ -153,7 +153,7 @@ def test_what_did_not_cure_is_tried_again_once_the_budget_s_window_is_over() -> 
     [
         ({"mode": "guard"}, "mode 'guard' does not roll back"),
         ({"mode": "observe"}, "mode 'observe' does not roll back"),
-        ({"refs": (CheckpointRef(id="late", step=195),)}, "the only checkpoint is not healthy"),
+        ({"refs": (CheckpointRef(id="late", step=201),)}, "the only checkpoint is not healthy"),
     ],
 )
 def test_where_nothing_can_go_back_it_is_told_and_not_at_each_look(
@@ -183,10 +183,16 @@ def test_missed_snapshots_are_told_ever_more_seldom() -> None:
 
 
 def test_without_a_usable_checkpoint_heal_halts_and_says_so() -> None:
-    refs = (CheckpointRef(id="late", step=195),)
+    refs = (CheckpointRef(id="late", step=201),)
     decision = Run(refs=refs).feed(*STORM)[-1]
     assert ("halt", "no_checkpoint") == (decision.action, decision.rule)
-    assert "the only checkpoint is not healthy and at or before step 180" in decision.reason
+    assert "the only checkpoint is not healthy and at or before the onset" in decision.reason
+
+
+def test_soon_after_a_start_the_first_state_before_the_onset_is_the_target() -> None:
+    refs = (CheckpointRef(id="start", step=190), CheckpointRef(id="newer", step=199))
+    decision = Run(refs=refs).feed(*STORM)[-1]
+    assert ("rollback", "start") == (decision.action, decision.checkpoint_id)
 
 
 def test_a_second_try_goes_further_back_skips_twice_as_much_and_halves_the_rate() -> None:

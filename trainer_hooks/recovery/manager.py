@@ -1296,7 +1296,7 @@ class RecoveryManager:
         except CheckpointError:
             # Deleted since rank 0 reported it, or damaged. The same on all ranks.
             self._on_disk = tuple(r for r in self._on_disk if r.step > latest)
-            newer = None if commanded else self._oldest_far_enough_back()
+            newer = None if commanded else self._oldest_before_onset()
             if newer is None:
                 raise
             if newer.where == "memory":
@@ -1306,10 +1306,10 @@ class RecoveryManager:
         self.ring.drop_newer(restored.step)
         return restored
 
-    def _oldest_far_enough_back(self) -> CheckpointRef | None:
-        """Return the oldest healthy state that is far enough before the onset, or None."""
+    def _oldest_before_onset(self) -> CheckpointRef | None:
+        """Return the oldest healthy state before the onset, or None."""
         cause = self._plan.plan.facts.cause
-        latest = -1 if cause is None else max(0, cause.onset_step - self.settings.healthy_after)
+        latest = -1 if cause is None else cause.onset_step
         usable = [r for r in self.refs() if r.state == "healthy" and r.step <= latest]
         return min(usable, key=lambda r: (r.step, r.where == "disk"), default=None)
 

@@ -311,18 +311,17 @@ def choose_checkpoint(
 ) -> tuple[CheckpointRef | None, str]:
     """Return the latest healthy checkpoint ``margin`` steps before the onset, and a description.
 
-    The second attempt (``below`` is the step of the last target) takes an older one; if there is
-    none, it takes the oldest suitable checkpoint again.
+    If none is that old, as soon after a start, it takes the oldest one before the onset. The second
+    attempt (``below`` is the step of the last target) takes an older one; if there is none, it
+    takes the oldest suitable checkpoint again.
     """
     latest = max(0, onset - margin)
     usable = _list_healthy_checkpoints(checkpoints, latest)
+    usable = usable or _list_healthy_checkpoints(checkpoints, onset)[:1]
     if not usable:
         num = len(checkpoints)
         none_is = "the only checkpoint is not" if num == 1 else f"none of {num} checkpoints is"
-        return None, (
-            f"{none_is} healthy and at or before step {latest} ({margin} steps before the onset at "
-            f"{onset})"
-        )
+        return None, f"{none_is} healthy and at or before the onset at step {onset}"
     older = [ref for ref in usable if below is None or ref.step < below]
     target = older[-1] if older else usable[0]
     text = f"rollback to step {target.step} ({target.id})"
