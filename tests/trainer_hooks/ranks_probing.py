@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import threading
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer_hooks
-from tests.support.inside import probe_of
+from tests.support.inside import probe_of, store_of
 from tests.trainer_hooks.probing import MoCo, ask, batches, loss_of, notes, seeded, trained
 
 STEPS, FEW_STEPS = 42, 26
@@ -175,6 +176,38 @@ def goes_on_as_bare(make, rank):
     return {"differs": [name for name in bare if bare[name] != probed[name]], "is_on": is_on}
 
 
+def while_saving(make, rank, folder):
+    """Ask the probe while a save to disk waits for rank 0 in the background."""
+    model = seeded(make)
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=0.003, fused=True)
+    where = trainer_hooks.CheckpointSettings(
+        directory=folder / "saved", healthy_after=2, snapshot_every=2, save_every=4
+    )
+    has_begun, may_end = threading.Event(), threading.Event()
+    with trainer_hooks.watch(model, optimizer, mode="heal", checkpoints=where) as monitor:
+        store = store_of(monitor)
+        publish = store.folder.publish
+
+        def publish_later(manifest):
+            has_begun.set()
+            assert may_end.wait(60)
+            publish(manifest)
+
+        store.folder.publish = publish_later
+        for batch in monitor.batches(batches(rank, FEW_STEPS), probe=loss_of(model)):
+            loss = loss_of(model)(batch)
+            loss.backward()
+            monitor.step(loss)
+            if monitor.step_index == 22:
+                assert rank or has_begun.wait(60)
+                read = probe_of(monitor).evaluate(ask(22)).num_batches
+                may_end.set()
+        assert store.wait(60)
+        num_saved = store.num_saved
+    return {"num_batches": read, "num_saved": num_saved}
+
+
 def main(rank, folder):
     folder = Path(folder)
     world_size = int(os.environ["PROBING_RANKS"])
@@ -188,6 +221,8 @@ def main(rank, folder):
         kind, _, change = case.partition(", ")
         if change == "":
             found[case] = with_and_without(WRAPPINGS[kind], rank)
+        elif change == "while saving":
+            found[case] = while_saving(WRAPPINGS[kind], rank, folder)
         elif change == "goes on":
             found[case] = goes_on_as_bare(WRAPPINGS[kind], rank)
         elif change == "wrong on one":

@@ -19,6 +19,7 @@ CASES = [
     "ddp, goes on",
     "fsdp2, goes on",
     "ddp, wrong on one",
+    "ddp, while saving",
 ]
 NIGHTLY = [
     "fsdp1",
@@ -58,6 +59,13 @@ def found(tmp_path_factory):
         return launched(tmp_path_factory.mktemp("probe"), 2, cases)
 
     return run
+
+
+def test_a_probe_does_not_wait_for_a_save_in_the_background(found):
+    for one in found(False):
+        case = one["ddp, while saving"]
+        assert case["num_batches"] >= 2
+        assert case["num_saved"] > 0
 
 
 def assert_untouched(each):

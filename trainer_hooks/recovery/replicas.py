@@ -166,8 +166,6 @@ class Replicas:
         self._went_back = False
         self._replayed: tuple[int, ReplicaDiagnosis] | None = None
         self._may_meet = True
-        self._meeting: Ranks | None = None
-        """Separate group for the comparison, because a save may be using the other one."""
         self._lay_out()
 
     @classmethod
@@ -388,12 +386,6 @@ class Replicas:
         """Allow no further comparisons: this rank may end before the others."""
         self._may_meet = False
 
-    def _gather_group(self) -> Ranks:
-        """Return the ranks with a separate group to compare replicas, created at first use."""
-        if self._meeting is None:
-            self._meeting = self._ranks.with_new_group()
-        return self._meeting
-
     def diagnose(self, step: int, by_words: FingerprintVote, *, at: int) -> Difference:
         """Return the difference and the ranks with it. Collective: on all ranks of the step.
 
@@ -408,7 +400,7 @@ class Replicas:
         if made_of is not None:
             settings = made_of.settings
             snapshot = None if made_of.snapshot is None else int(made_of.snapshot)
-        everyone = self._gather_group().gather((settings, snapshot))
+        everyone = self._ranks.gather((settings, snapshot))
         by_settings = vote_on_fingerprints([s for s, _ in everyone], self.groups)
         was_told = self._settings_differ and not (made_of is not None and made_of.looks_again)
         self._settings_differ = bool(by_settings.apart)
@@ -421,7 +413,7 @@ class Replicas:
         self, step: int, by_words: FingerprintVote, snapshots: Sequence[int | None], at: int
     ) -> Difference:
         """Compare each tensor of the replicas, and keep the difference as evidence."""
-        everyone = self._gather_group().gather(self._fingerprints())
+        everyone = self._ranks.gather(self._fingerprints())
         differing, by_state = _differing_tensors(everyone, self.groups)
         was_apart, self._apart = bool(self._apart), tuple(differing)
         self.unresolved = by_state.apart or by_words.apart if differing else ()
@@ -516,9 +508,9 @@ class Replicas:
             self._faults.count("replicas", error)
         chunks = range(0, len(raw), _CHUNK)
         sums = np.array([zlib.crc32(raw[i : i + _CHUNK]) for i in chunks], dtype=np.uint32)
-        everyone = self._gather_group().gather(sums.tobytes())
+        everyone = self._ranks.gather(sums.tobytes())
         apart = _first_apart(everyone, self.groups)
-        pieces = self._gather_group().gather([raw[i * _CHUNK : (i + 1) * _CHUNK] for i in apart])
+        pieces = self._ranks.gather([raw[i * _CHUNK : (i + 1) * _CHUNK] for i in apart])
         if not apart or tensor is None or not all(pieces):
             return [], {}
         dtype = tensor.dtype
