@@ -76,7 +76,7 @@ class PolicyConfig(Settings, frozen=True, kw_only=True):
     the probe found the state healthy."""
     margin: Count = 20
     """A rollback goes at least this many steps before the onset (PaLM: about 100): what ends in a
-    spike began earlier. If nothing is that old, the oldest healthy state before the onset is used."""
+    spike began earlier. If none is that old: the oldest healthy state before the onset."""
     leave_out_margin: Count = 3
     """Batches skipped before the onset and after the last flagged one; doubled each time the same
     cause recurs."""
