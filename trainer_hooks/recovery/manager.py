@@ -870,7 +870,7 @@ def _open_store(
         state,
         settings.directory,
         run_id=plan.run_dir.run_id,
-        ranks=ranks.with_new_group(),  # a save is collective in the background, beside the steps
+        ranks=ranks.with_new_group(),  # a save is collective, and runs during the steps
         keep=settings.keep,
         keep_every=settings.keep_every,
         on_branch=lambda step, attempt: plan.plan.is_in_lineage(step, attempt),
