@@ -432,6 +432,8 @@ class GradNorms:
         everyone = ranks.gather(shards)
         self.names = self._union(everyone)
         """Names of all ranks' parameters, in the order of the reduce vector."""
+        self.has_all = all(tuple(name for name, _ in rank) == self.names for rank in everyone)
+        """Whether every rank has gradients of all parameters: no stages, no other experts."""
         self._places: Tensor | None = None
         """Positions of this rank's parameters among them; None if it has all of them."""
         if self.names != self.local_names:
@@ -463,11 +465,6 @@ class GradNorms:
     def named_modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules of a model by the names of their gradients' layers."""
         yield from unwrap(model)[0].named_modules()
-
-    @property
-    def has_all(self) -> bool:
-        """Whether this rank has gradients of all ranks' parameters: no stages, no other experts."""
-        return self._places is None
 
     def align(self) -> None:
         """Redistribute the gradients of sharded parameters to their layout; may be a collective."""
