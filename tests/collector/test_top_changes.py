@@ -64,19 +64,57 @@ def test_among_equals_the_first_to_leave_its_course_is_first():
     assert {"late": 590, "early": 570} == {one.view.row: one.first_step for one in found if one}
 
 
-def test_what_jumps_now_and_then_anyway_has_not_moved_by_jumping_once_more():
+def _score_of_wait(waits: np.ndarray, step: int) -> float:
+    found = judge_change("rank:0", "data_wait_seconds", np.arange(len(waits)), waits, step)
+    assert found is not None
+    return found.view.score
+
+
+def _waits() -> np.ndarray:
+    """Waits of 10 ms, every 60th of 500 ms."""
     steps = np.arange(600)
-    waits = np.where(steps % 2, 0.010, 0.011)
-    waits[steps % 60 == 30] = 0.5
-    waits[590] = 5.0  # single steps are late on any machine
-    jumped = judge_change("rank:0", "data_wait_seconds", steps, waits, 599)
-    assert jumped is not None
-    assert jumped.view.score < MIN_SCORE
-    waits[590:593] = 5.0
-    moved = judge_change("rank:0", "data_wait_seconds", steps, waits, 599)
+    return np.where(steps % 60 == 30, 0.5, np.where(steps % 2, 0.010, 0.011))
+
+
+def test_what_jumps_now_and_then_anyway_has_not_moved_by_jumping_once_more():
+    waits = _waits()
+    waits[590:592] = 5.0  # single steps are late on any machine, now and then two
+    assert _score_of_wait(waits, 599) < MIN_SCORE
+    waits[592] = 5.0
+    moved = judge_change("rank:0", "data_wait_seconds", np.arange(600), waits, 599)
     assert moved is not None
     assert (590, 590) == (moved.first_step, moved.view.peak_step)
     assert moved.view.score >= MIN_SCORE
+
+
+def test_the_next_steps_show_whether_the_step_of_a_query_is_late_alone():
+    waits = _waits()
+    waits[590] = 5.0
+    assert _score_of_wait(waits, 590) < MIN_SCORE
+    waits[591:593] = 5.0
+    assert _score_of_wait(waits, 590) >= MIN_SCORE
+    assert _score_of_wait(waits[:591], 590) < MIN_SCORE
+
+
+def test_a_lasting_delay_is_named_even_if_single_steps_are_usually_later():
+    waits = _waits()
+    waits[570:] = 0.02
+    assert _score_of_wait(waits, 599) >= MIN_SCORE
+    waits[578:] = _waits()[578:]
+    assert _score_of_wait(waits, 599) >= MIN_SCORE
+    waits[575:] = _waits()[575:]
+    assert _score_of_wait(waits, 599) < MIN_SCORE
+
+
+def test_a_machine_that_often_delays_a_step_changes_no_duration():
+    steps, named = np.arange(402), 0
+    for seed in range(200):
+        draws = np.random.default_rng(seed)
+        waits = 1e-4 * np.exp(0.1 * draws.normal(size=402))
+        waits += (draws.random(402) < 0.03) * draws.exponential(3e-3, 402)
+        found = judge_change("rank:0", "data_wait_seconds", steps, waits, 399)
+        named += found is not None and found.view.score >= MIN_SCORE
+    assert named <= 2
 
 
 @pytest.mark.parametrize("noise", ["normal", "lognormal", "exponential"])
@@ -118,7 +156,11 @@ def test_what_a_healthy_run_changes_now_and_then_is_no_change(metric, usual, unu
 
 
 @settings(max_examples=examples(50), deadline=None)
-@given(st.lists(st.floats(), max_size=40), st.integers(-10, 60))
-def test_whatever_was_measured_a_score_is_a_number(values: list[float], step: int):
-    found = judge_change("h.0", "loss", np.arange(len(values)), np.array(values, dtype=float), step)
+@given(
+    st.lists(st.floats(), max_size=40),
+    st.integers(-10, 60),
+    st.sampled_from(["loss", "data_wait_seconds"]),
+)
+def test_whatever_was_measured_a_score_is_a_number(values: list[float], step: int, metric: str):
+    found = judge_change("h.0", metric, np.arange(len(values)), np.array(values, dtype=float), step)
     assert found is None or (math.isfinite(found.view.score) and found.view.score >= 0)

@@ -2,9 +2,13 @@
 
 The scale is robust (1.4826 times the median distance from the median), so that the problem itself
 does not widen it. It is at least as wide as the row's earlier jumps: otherwise the largest of many
-noisy rows would always be far from its median. Positive values are compared as logarithms. A
-duration counts only if two of three consecutive steps have it: single steps are late on any
-machine. Non-finite values come first, the earliest before the others.
+noisy rows would always be far from its median. Positive values are compared as logarithms.
+Non-finite values come first, the earliest before the others.
+
+Single steps are late on any machine, also two in a row if many are. A duration counts in one of two
+cases. In the brief one, three of five consecutive steps are late, compared with single steps
+before. In the lasting one, eight of 15 are, compared with two of three before. A delay adds to a
+step, so brief ones are compared in seconds: the logarithm of a short wait is noise.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +16,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from sqlalchemy import Connection, func, select
 
 from trainvitals.records import RATE_DECLARED
@@ -53,6 +58,10 @@ standard deviations: among 50 late values of 20 rows, once in 500,000 windows.""
 _RATE_JUMP = 1.5
 """Ratio of two steps from which a learning rate has jumped."""
 
+_BRIEF_STEPS, _SHORT_STEPS, _LASTING_STEPS = 5, 3, 15
+"""Steps of a running median of durations."""
+
+_LEAST_SCALE = 1e-3
 _LEAST = {"loss_scale": 0.18, "memory_allocated_bytes": 0.0125}
 """Least scales of metrics that are constant for long, as logarithms: one doubling or halving of a
 loss scale, or 5% of memory, is not a change."""
@@ -190,7 +199,8 @@ def _rank_changes(
 ) -> list[TopChange]:
     """Query how much the values of each rank and of the run changed before a problem."""
     candidates: list[TopChange] = []
-    span = RowSpan(run_id, "steps", from_step=steps[0], to_step=exclusive_end(steps[1]))
+    last = steps[1] + _BRIEF_STEPS // 2  # shows whether the step is late alone
+    span = RowSpan(run_id, "steps", from_step=steps[0], to_step=exclusive_end(last))
     for metrics, sources in ((_OF_RUN, ("rank:0",)), (_OF_RANK, ())):
         names = [name for name in metrics if name in measured]
         if not names:
@@ -254,11 +264,13 @@ def judge_change(
     None: nothing was measured in the window, or fewer than ``min_before`` values before it. With
     ``has_jumps`` a distance that single values before it had is usual.
     """
-    is_late: Mask = steps > step - WINDOW_STEPS
-    if metric in OF_SPEED and len(values) > 2:
-        triples = np.stack([values[:-2], values[1:-1], values[2:]])
-        values = np.concatenate([values[:1], np.median(triples, axis=0), values[-1:]])
-    at, late, before = steps[is_late], values[is_late], values[~is_late]
+    if metric in OF_SPEED:
+        is_finite = np.isfinite(values)
+        steps, values = steps[is_finite], values[is_finite]
+    is_late: Mask = (steps > step - WINDOW_STEPS) & (steps <= step)
+    is_before: Mask = steps <= step - WINDOW_STEPS
+    smooth = _running_median(values, _BRIEF_STEPS) if metric in OF_SPEED else values
+    at, late, before = steps[is_late], smooth[is_late], values[is_before]
     before = before[np.isfinite(before)]
     if not len(late):
         return None
@@ -274,7 +286,13 @@ def judge_change(
         return None
     if metric == "learning_rate" and not _has_jumped(before, late):
         return None
-    away = _distances(before, late, has_jumps=has_jumps, least=_LEAST.get(metric, 1e-3))
+    if metric in OF_SPEED:
+        short = _running_median(values, _SHORT_STEPS)[is_before]
+        lasting = _running_median(values, _LASTING_STEPS)[is_late]
+        away = np.maximum(_distances(before, late, is_log=False), _distances(short, lasting))
+    else:
+        least = _LEAST.get(metric, _LEAST_SCALE)
+        away = _distances(before, late, has_jumps=has_jumps, least=least)
     peak = int(np.argmax(away))
     score = min(float(away[peak]), MAX_SCORE)
     begins = np.flatnonzero(away >= min(_MOVED, score))
@@ -295,9 +313,24 @@ def _has_jumped(before: Floats, late: Floats) -> bool:
     return bool((rates[1:] > _RATE_JUMP * rates[:-1]).any() and late.max() > before.max())
 
 
-def _distances(before: Floats, late: Floats, *, has_jumps: bool, least: float) -> Floats:
+def _running_median(values: Floats, num_steps: int) -> Floats:
+    """Return the median of the steps around each one, at the ends of the first or last ones."""
+    if len(values) < num_steps:
+        return values
+    medians = np.median(sliding_window_view(values, num_steps), axis=1)
+    return np.pad(medians, num_steps // 2, mode="edge")
+
+
+def _distances(
+    before: Floats,
+    late: Floats,
+    *,
+    has_jumps: bool = True,
+    least: float = _LEAST_SCALE,
+    is_log: bool = True,
+) -> Floats:
     """Return the distance of each late value from the earlier median, to rank changes."""
-    if before.min() > 0.0:
+    if is_log and before.min() > 0.0:
         before, late = np.log(before), np.log(np.maximum(late, np.finfo(np.float64).tiny))
     else:
         least = max(abs(float(np.median(before))) * least, 1e-12)
