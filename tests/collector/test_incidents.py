@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -32,6 +33,7 @@ from vitals_collector.queries.grouping import (
     FOLLOWING_STEPS,
     SAME_CAUSE_STEPS,
     IncidentItem,
+    SecondProblem,
     group_incidents,
     incident_ids,
     item_of_decision,
@@ -338,7 +340,11 @@ def test_a_directory_tells_of_what_only_the_watchers_find(store: Store):
 # ------------------------------------------------------------------------------------ grouping
 
 
-def grouped(*records: Finding | Decision, attempts: dict[int, int] | None = None) -> list[str]:
+def grouped(
+    *records: Finding | Decision,
+    attempts: dict[int, int] | None = None,
+    seconds: Sequence[SecondProblem] = (),
+) -> list[str]:
     """Return the groups as words: the steps of each."""
     items = []
     for i, one in enumerate(records):
@@ -347,7 +353,8 @@ def grouped(*records: Finding | Decision, attempts: dict[int, int] | None = None
         else:
             items.append(item_of_finding(i, one, (attempts or {}).get(i, 1), i))
     return [
-        " ".join(str(records[item.which].step) for item in some) for some in group_incidents(items)
+        " ".join(str(records[item.which].step) for item in some)
+        for some in group_incidents(items, seconds)
     ]
 
 
@@ -428,6 +435,35 @@ _NAN = (f(10, cause="nonfinite_loss", rank=1), d("skip_step", 10, rank=1))
 )
 def test_what_is_near_and_alike_belongs_together(records, expected):
     assert expected == grouped(*records)
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        ((1, 10, False), ["8 11 12", "10 10"]),
+        ((1, 10, True), ["8", "10 10 11 12"]),
+        ((1, 8, True), ["8 11 10 10 12"]),
+        ((1, 13, True), ["8 11 10 10 12"]),
+        ((2, 10, True), ["8 11 10 10 12"]),
+    ],
+)
+def test_a_second_problem_is_apart_from_the_high_losses_in_which_it_began(second, expected):
+    records = (
+        f(8, cause="loss_burst"),
+        f(10, "layer_gradient", value=200.0, limit=1.0),
+        d("skip_step", 10, cause="grad_norm_outlier"),
+        f(11, cause="grad_norm_burst", onset_step=8),
+        f(12, cause="loss_outlier"),
+    )
+    assert expected == grouped(*records, seconds=[SecondProblem(*second)])
+
+
+def test_a_value_that_was_found_after_the_second_problem_is_not_older_than_it():
+    high, outlier = f(8, cause="loss_burst"), f(12, cause="loss_outlier")
+    late = f(14, cause="loss_outlier", onset_step=8)
+    items = [item_of_finding(i, each, 1, i) for i, each in enumerate((high, outlier, late))]
+    found = group_incidents(items, [SecondProblem(1, 10, is_lasting=True)])
+    assert [[8], [10, 12]] == [[item.onset for item in some] for some in found]
 
 
 _ITEMS = st.builds(

@@ -95,7 +95,18 @@ def item_of_decision(index: int, decision: Decision, time_unix_ns: int) -> Incid
     )  # fmt: skip
 
 
-def group_incidents(items: Sequence[IncidentItem]) -> list[list[IncidentItem]]:
+class SecondProblem(NamedTuple):
+    """A problem that began during high losses and does not follow from them."""
+
+    attempt: int
+    step: int
+    is_lasting: bool
+    """Whether later steps have it too: damaged weights, but not one layer's gradient."""
+
+
+def group_incidents(
+    items: Sequence[IncidentItem], seconds: Sequence[SecondProblem] = ()
+) -> list[list[IncidentItem]]:
     """Group items to incidents in the order of their start; each by step, then time."""
     sets = _DisjointSets(len(items))
     by_attempt: dict[int, list[int]] = {}
@@ -120,7 +131,8 @@ def group_incidents(items: Sequence[IncidentItem]) -> list[list[IncidentItem]]:
     clusters = [
         _deaths_first(_root_first(_slowdown_last(part)))
         for members in groups.values()
-        for later in _split_frozen_layer(sorted(members, key=_item_sort_key))
+        for separate in _split_second(sorted(members, key=_item_sort_key), seconds)
+        for later in _split_frozen_layer(separate)
         for half in _split_setting(later)
         for whole in _split_damage(half)
         for part in _split_isolated_step(whole)
@@ -176,6 +188,27 @@ def _root_first(members: list[IncidentItem]) -> list[IncidentItem]:
         return members
     rest = [item for item in members if item is not root]
     return [root._replace(onset=first.onset, first=first.first), *rest]
+
+
+def _split_second(
+    members: list[IncidentItem], seconds: Sequence[SecondProblem]
+) -> list[list[IncidentItem]]:
+    """Separate a problem that began during high losses, such as wrong data, from them."""
+    first = members[0]
+    starts = [s for s in seconds if s.attempt == first.attempt and s.step > first.onset]
+    if not starts or first.domain != "numbers":
+        return [members]
+    start = min(starts, key=lambda second: second.step)
+    key = (start.attempt, start.step)
+    if start.is_lasting:  # also values that were found later, even if they were high before
+        later = [item for item in members[1:] if (item.attempt, item.last) >= key]
+    else:
+        later = [item for item in members[1:] if (item.attempt, item.onset) == key]
+    if not any(item.onset >= start.step for item in later):
+        return [members]
+    before = [item for item in members if item not in later]
+    later = [item._replace(onset=max(item.onset, start.step)) for item in later]
+    return [before, sorted(later, key=_item_sort_key)]
 
 
 SETTING_CAUSES = ("lr_jump",)

@@ -14,7 +14,7 @@ from trainvitals.io.capsules import is_capsule, read_capsule_verdict
 from trainvitals.records import BatchNoted, Finding, Note, RunEnded, Severity
 from vitals_collector.ingest.ingest import is_being_removed
 from vitals_collector.ingest.projections import loss_kind_of
-from vitals_collector.live.live_monitor import conditions_of, watched_onsets
+from vitals_collector.live.live_monitor import WatchedOnsets, conditions_of, watched_onsets
 from vitals_collector.live.overview import info_of
 from vitals_collector.live.restarts import Restart, restarts_of
 from vitals_collector.queries import grouping, story
@@ -157,9 +157,15 @@ def read_incidents(
     records = read_records(moment.sql, run.run_id)
     items, raised = items_of(records)
     holding = {_condition_key(finding) for finding in conditions_of(moment.sql, run.run_id)}
+    live = watched_onsets(moment.sql, run.run_id)
+    seconds = [
+        grouping.SecondProblem(onset.attempt, onset.step, onset.is_lasting)
+        for onset in (() if live is None else live.onsets)
+        if onset.is_apart
+    ]
     groups = [
         _to_last_step(_over_condition(members, records, run, holding), run)
-        for members in _extend_by_changes(moment.sql, run.run_id, grouping.group_incidents(items))
+        for members in _extend_by_changes(live, grouping.group_incidents(items, seconds))
     ]
     attempts = attempt_rows(moment.sql, run.run_id)
     ordinals = {row.id: ordinal for ordinal, row in enumerate(attempts, start=1)}
@@ -182,10 +188,9 @@ def _condition_key(finding: Finding) -> tuple[str, str, int, int]:
 
 
 def _extend_by_changes(
-    connection: Connection, run_id: str, groups: Sequence[list[grouping.IncidentItem]]
+    live: WatchedOnsets | None, groups: Sequence[list[grouping.IncidentItem]]
 ) -> list[list[grouping.IncidentItem]]:
     """Extend each queried incident to the time in which its cause was out of range."""
-    live = watched_onsets(connection, run_id)
     if live is None:
         return [*groups]
     moved = []

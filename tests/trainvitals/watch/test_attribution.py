@@ -1,5 +1,6 @@
 """What moved first: each series against its own quiet steps."""
 
+import dataclasses
 import math
 from copy import deepcopy
 from functools import cache
@@ -234,6 +235,57 @@ def test_a_layer_that_freezes_among_bad_batches_is_an_onset_of_its_own():
     tracker = seen(damage)
     assert (BAD + 2, "layer", "h.2", "grad_norm") == named(tracker, BAD + 2)
     assert (BAD, "data") == named(tracker, BAD + 1)[:2]
+
+
+def _bad_batches(step: MergedStep, age: int, factors: dict[str, float]) -> MergedStep:
+    """Return five steps of bad data, whose gradients are larger; ``factors`` from the third on."""
+    of_data = 4.0 if age < 5 else 1.0
+    if age < 5:
+        step = change(step, ranks={("rank_loss", rank): 9.0 for rank in range(4)})
+    factor_of = {
+        layer: of_data * (factors.get(layer, 1.0) if age >= 2 else 1.0) for layer in LAYERS
+    }
+    rows = {
+        (layer, "grad_norm"): factor * step.layers[layer]["grad_norm"]
+        for layer, factor in factor_of.items()
+        if layer in step.layers
+    }
+    return change(step, layers=rows)
+
+
+def _without_h2(factor: float) -> dict[str, float]:
+    return dict.fromkeys(LAYERS, factor) | {"h.2": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("factors", "second"),
+    [
+        ({"h.2": 100.0}, ("h.2", "grad_norm")),
+        (_without_h2(12.0), ("h.2", "weights")),
+        (dict.fromkeys(LAYERS, 12.0), None),
+        ({"h.2": 3.0}, None),
+        (_without_h2(3.0), None),
+        ({}, None),
+    ],
+)
+def test_what_no_bad_batch_does_to_one_layer_is_an_onset_of_its_own(factors, second):
+    tracker = seen(lambda step, age: _bad_batches(step, age, factors))
+    apart = [(each.step, each.where, each.series) for each in tracker.onsets if each.is_apart]
+    assert ([] if second is None else [(BAD + 2, *second)]) == apart
+    assert (BAD, "data") == named(tracker, BAD + 1)[:2]
+    if second is not None:
+        assert (BAD + 2, "layer", *second) == named(tracker, BAD + 2)
+
+
+def test_weights_among_bad_batches_are_an_onset_also_if_the_step_before_had_no_layers():
+    def damage(step, age):
+        step = _bad_batches(step, age, _without_h2(1e6))
+        if age == 1:
+            return dataclasses.replace(step, layers={})
+        return change(step, run={"grad_norm": 1e7}) if age >= 2 else step
+
+    apart = [(each.step, each.where) for each in seen(damage).onsets if each.is_apart]
+    assert [(BAD + 2, "h.2")] == apart
 
 
 def test_without_layers_only_the_total_is_named():

@@ -66,6 +66,8 @@ _WARM = 50
 _SHIFT = math.log(3.0)
 """Least change of a layer's gradient norm relative to the other layers, as a logarithm: the shares
 of healthy layers drift."""
+_JUMP = math.log(5.0)
+"""Least rise of gradient norms in one step, as a logarithm, that shows a second problem."""
 _LONGEST_BATCHES = 10
 """Steps of bad data at most; a longer problem is not shown to be the data."""
 _HEALED = 5
@@ -110,6 +112,8 @@ class Onset(msgspec.Struct, frozen=True, kw_only=True):
     """None: exact, without statistics."""
     is_old: bool = False
     """Whether it was out when observation started, so that the first change is unknown."""
+    is_apart: bool = False
+    """Whether it does not follow from the high loss in which it was found."""
     next: tuple[Next, ...] = ()
 
     @property
@@ -150,6 +154,7 @@ class _SeriesOutlier(NamedTuple):
     value: float | None = None
     usual: float | None = None
     sigmas: float | None = None
+    is_apart: bool = False
 
 
 # ------------------------------------------------------------------------------- a single series
@@ -428,7 +433,11 @@ class _OnsetEpisode:
             self._long, self._order = 0, first.order
             self.onset = _build_onset(attempt, first, out, now, is_old=is_old)
             return True
-        turned = [each for each in out if each.order == 0 or not (each.value or each.sigmas)]
+        turned = [
+            each
+            for each in out
+            if each.order == 0 or each.is_apart or not (each.value or each.sigmas)
+        ]
         if turned and not onset.is_nonfinite and not onset.is_lasting:
             # A NaN or a gradient of exactly 0 does not follow from a series that was only high, a
             # setting from nothing: each has its own origin.
@@ -464,6 +473,7 @@ def _build_onset(
         usual=first.usual,
         sigmas=None if first.sigmas is None else float(first.sigmas),
         is_old=is_old,
+        is_apart=first.is_apart,
         next=tuple(_to_following_series(each) for each in out if each is not first)[:_MOST_NEXT],
     )
 
@@ -511,6 +521,10 @@ class OnsetTracker:
         self._layers_at: tuple[int, int] = (0, -2)
         self._weights: Floats = np.empty(0)
         self._had_gradient = np.empty(0, dtype=np.bool_)
+        self._gradients: Floats = np.empty(0)
+        """Logarithms of the layers' gradient norms in the last step that had them."""
+        self._total = math.nan
+        """Logarithm of the gradient norm in the step before."""
         self._gradients_moved = self._has_share_moved = False
         self._loss_height: tuple[float, bool] | None = None
         """Distance of the step's loss from its middle, and whether it is out."""
@@ -546,7 +560,7 @@ class OnsetTracker:
         before, self._key = self._key, (merged.attempt, merged.step)
         follows = (merged.attempt, merged.step - 1) == before
         if not follows and before[1] >= 0:  # a rollback or restart: no difference to the last step
-            self._applied = None
+            self._applied, self._total = None, math.nan
         self._out, self._looked = [], []
         out, looked = self._out, self._looked
         self._find_setting_changes(merged)
@@ -563,6 +577,7 @@ class OnsetTracker:
             total = number(merged.run.get("grad_norm"))
             self._add_outlier(13.5, "gradients", "", "grad_norm", total, None, zeds)
         self._applied = number(merged.run.get("learning_rate"))
+        self._total = _log(number(merged.run.get("grad_norm")))
         self._num_steps += 1
         if self._num_judged <= GUARD and any(course.is_judged for course, _, _ in looked):
             self._num_judged += 1
@@ -591,10 +606,12 @@ class OnsetTracker:
         sigmas: float | None = None,
         *,
         steps_back: int = 0,
+        is_apart: bool = False,
     ) -> None:
         """Note a series that is out in the current step, or ``steps_back`` steps before it."""
         step = self._key[1] - steps_back
-        self._out.append(_SeriesOutlier(step, order, subject, where, series, value, usual, sigmas))
+        numbers = (value, usual, sigmas)
+        self._out.append(_SeriesOutlier(step, order, subject, where, series, *numbers, is_apart))
 
     def _attribute_loss_to_data(self, merged: MergedStep) -> None:
         """Name the data as the first change once a loss outlier is over within one step.
@@ -603,7 +620,7 @@ class OnsetTracker:
         this, only a measurement of the weights tells the two apart.
         """
         onset, last = self._numbers.onset, self._loss_height
-        if onset is None or not (onset.is_nonfinite or onset.is_lasting):
+        if onset is None or not (onset.is_nonfinite or onset.is_lasting or onset.is_apart):
             is_loss = onset is not None and (onset.subject, onset.series) == ("losses", "loss")
             self._high_loss = onset if is_loss else None
         if self._high_loss is None:
@@ -802,12 +819,14 @@ class OnsetTracker:
         self._judge_weight_norms(rows, is_next=is_next)
         self._judge_activations(rows)
         was_calm = is_next and not self._gradients_moved
-        self._gradients_moved = self._judge_layer_gradients(rows, lossy=lossy)
+        self._gradients_moved = self._judge_layer_gradients(rows, lossy=lossy, is_next=is_next)
         self._judge_update_norms(rows, calm=was_calm)
 
-    def _add_layer(self, order: float, at: int, series: str, *numbers: float | None) -> None:
+    def _add_layer(
+        self, order: float, at: int, series: str, *numbers: float | None, is_apart: bool = False
+    ) -> None:
         """Note a layer's series that is out in this step."""
-        self._add_outlier(order, "layer", self._names[at], series, *numbers)
+        self._add_outlier(order, "layer", self._names[at], series, *numbers, is_apart=is_apart)
 
     def _judge_tensor_writes(self, rows: _LayerColumns) -> None:
         """Check weights and optimizer states for writes outside the step, as first changes."""
@@ -883,7 +902,7 @@ class OnsetTracker:
         numbers = (float(rms[at]), float(math.exp(middle[at])), float(far[at]))
         self._add_outlier(11, subject, where, "activation_rms", *numbers)
 
-    def _judge_layer_gradients(self, rows: _LayerColumns, *, lossy: bool) -> bool:
+    def _judge_layer_gradients(self, rows: _LayerColumns, *, lossy: bool, is_next: bool) -> bool:
         """Check the layers' gradient norms for a first change; return whether any moved."""
         norms = rows.column("grad_norm")
         if norms is None:
@@ -907,7 +926,16 @@ class OnsetTracker:
         self._had_gradient = norms > 0.0
         z, middle = self._sigmas_beyond_limit("grad_norm", _logarithm(norms))
         at = int(np.argmax(z))
-        self._judge_gradient_shares(norms, _logarithm(norms) - middle[: len(norms)], lossy)
+        logs = _logarithm(norms)
+        # Without rows of the step before, its total norm is the most that a layer can have had.
+        earlier = np.full(len(norms), self._total)
+        if is_next:
+            num_both = min(len(norms), len(self._gradients))
+            earlier[:num_both] = self._gradients[:num_both]
+        self._gradients = np.where(np.isfinite(logs), logs, math.nan)
+        rises = self._gradients - earlier
+        away = logs - middle[: len(norms)]
+        self._judge_gradient_shares(norms, away, rises, lossy=lossy, is_next=is_next)
         if z[at] > SIGMAS and not lossy:
             numbers = (float(norms[at]), float(math.exp(middle[at])), float(z[at]))
             if int((z > SIGMAS / 2).sum()) <= max(1, len(norms) // 3):
@@ -916,13 +944,17 @@ class OnsetTracker:
                 self._add_outlier(13, "gradients", "", "grad_norm", *numbers)
         return bool(z.max() >= SIGMAS / 2)
 
-    def _judge_gradient_shares(self, norms: Floats, away: Floats, lossy: bool) -> None:
+    def _judge_gradient_shares(
+        self, norms: Floats, away: Floats, rises: Floats, *, lossy: bool, is_next: bool
+    ) -> None:
         """Check whether a layer's gradient norm, relative to the others', changed first.
 
         Args:
             norms: gradient norm of each layer.
             away: logarithm of each norm, less its usual value.
+            rises: logarithm of each norm, less that of the step before, or less its total.
             lossy: whether the loss is out, so that a larger gradient is an effect.
+            is_next: whether the step before has the norms of its layers.
         """
         at = np.flatnonzero(np.isfinite(norms) & (norms > 0.0))
         if len(at) < LEAST_LAYERS:
@@ -932,6 +964,7 @@ class OnsetTracker:
         shares[at] = logs - np.array(_medians_of_others(logs.tolist()))
         z, middle = self._sigmas_beyond_limit("grad_share", shares)
         moved = (z[: len(norms)] != 0.0) & (np.abs(shares - middle[: len(norms)]) > _SHIFT)
+        is_first = not self._has_share_moved
         self._has_share_moved = bool(moved.any())
         if not moved.any():
             return
@@ -939,12 +972,33 @@ class OnsetTracker:
         low, high = int(np.argmin(shift)), int(np.argmax(shift))
         rest = np.delete(away, low)[np.isfinite(np.delete(away, low))]
         common = float(np.median(rest)) if len(rest) else 0.0
-        if moved[low] and common > _SHIFT and rest.min() > common / 2 > abs(away[low]):
+        is_alone = common > _SHIFT and rest.min() > common / 2 > abs(away[low])
+        is_apart = is_first and (is_next or is_alone) and self._is_apart(low, rises)
+        if moved[low] and (is_alone or is_apart):
             numbers = (math.exp(common), 1.0, float(abs(z[low])))
-            self._add_layer(4.5, low, INFERRED_WEIGHTS, *numbers)
-        elif moved.sum() == 1 and z[high] > SIGMAS and not lossy and away[high] > _SHIFT:
+            self._add_layer(4.5, low, INFERRED_WEIGHTS, *numbers, is_apart=is_apart)
+            return
+        is_apart = is_first and is_next and self._is_apart(high, rises)
+        has_risen = moved.sum() == 1 and z[high] > SIGMAS and away[high] > _SHIFT
+        if has_risen and (is_apart or not lossy):
             usual = float(math.exp(math.log(norms[high]) - away[high]))
-            self._add_layer(13, high, "grad_norm", float(norms[high]), usual, float(z[high]))
+            numbers = (float(norms[high]), usual, float(z[high]))
+            self._add_layer(13, high, "grad_norm", *numbers, is_apart=is_apart)
+
+    def _is_apart(self, at: int, rises: Floats) -> bool:
+        """Return whether a layer's gradient shows a second problem during a high loss.
+
+        Bad data raise the gradients of all layers: either only this one jumped in the step, or all
+        others did.
+        """
+        onset, others = self._numbers.onset, np.delete(rises, at)
+        others = others[np.isfinite(others)]
+        if onset is None or onset.subject not in ("data", "losses") or onset.is_nonfinite:
+            return False
+        if len(others) < LEAST_LAYERS - 1:
+            return False
+        has_jumped = rises[at] > 2 * _JUMP and np.abs(others).max() < _SHIFT
+        return bool(has_jumped or (others.min() > _JUMP and rises[at] < others.min() / 3))
 
     def _judge_update_norms(self, rows: _LayerColumns, *, calm: bool) -> None:
         """Check whether the update that led to this step was the first change.
@@ -1037,7 +1091,8 @@ def find_origin_onset(
     # A number that is NaN at the step outranks every earlier series that was only high. A layer
     # that learns no more since this step outranks them too.
     turned = [onset for onset in near if onset.is_nonfinite and onset.last_step >= step]
-    lasting = [onset for onset in near if onset.is_lasting]
+    # A second problem outranks the high loss before it.
+    lasting = [each for each in near if each.is_lasting or (each.is_apart and each.step == step)]
     is_strong = bool(turned) or any(onset.step == step for onset in lasting)
     first = min(turned + lasting if is_strong else near, key=lambda onset: onset.step, default=None)
     return None if first is None or first.is_old else first
