@@ -31,7 +31,7 @@ def test_locals_say_what_they_hold():
 
 
 def test_kinds_of_findings_are_listed_in_few_files():
-    policy = {f"trainvitals/policy/{name}.py" for name in ("actions", "decide", "evidence")}
+    policy = {f"trainvitals/policy/{name}.py" for name in ("actions", "decide")}
     others = {"trainvitals/detect/registry.py", "plugins/vitals_plugins/bridges/audit/audit.py"}
     others |= {"collector/vitals_collector/queries/advice.py"}  # what to do about each
     assert policy | others == measures.tables_of_kinds()

@@ -84,7 +84,8 @@ def split(rank, size):
 class Pipelined:
     """One rank of the training; equal names on all stages unless ``distinct``.
 
-    ``mesh`` has the dimensions pp, dp for the wrapper "ddp" or "fsdp2", and tp for "tp".
+    ``mesh`` has the dimensions pp, dp for the wrapper "ddp", "ddp, wide" or "fsdp2", and tp for
+    "tp". Wide stages learn their shapes in the first step.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Pipelined:
         self.stages = []
         for number in numbers:
             torch.manual_seed(number)
-            block = Wide if "tp" in wrapper else Block
+            block = Wide if "tp" in wrapper or "wide" in wrapper else Block
             self.stages.append(split(number, num_stages) if distinct else block())
             if "tp" in wrapper:
                 plan = {"layers.0": ColwiseParallel(), "layers.2": RowwiseParallel()}
@@ -110,7 +111,7 @@ class Pipelined:
             if "fsdp2" in wrapper:
                 fully_shard(self.stages[-1], mesh=mesh["dp"])
         self.module = nn.ModuleList(self.stages) if len(numbers) > 1 else self.stages[0]
-        if wrapper == "ddp":
+        if wrapper.startswith("ddp"):
             self.module = DistributedDataParallel(
                 self.module, process_group=mesh["dp"].get_group(), broadcast_buffers=False
             )
@@ -122,8 +123,9 @@ class Pipelined:
         modules = self.stages if len(numbers) > 1 else [self.module]
         stages = [
             PipelineStage(
-                module, number, num_stages, torch.device("cpu"), moved if number else chunk, moved,
-                group=self.group,
+                module, number, num_stages, torch.device("cpu"), group=self.group,
+                **{} if "wide" in wrapper
+                else {"input_args": moved if number else chunk, "output_args": moved},
             )
             for number, module in zip(numbers, modules, strict=True)
         ]  # fmt: skip

@@ -146,6 +146,46 @@ def skips(*, value=NAN, bad_step=None, **settings):
     }
 
 
+def thaws():
+    """Each rank adds its experts to the optimizer in mid-run; two steps later its loss is NaN."""
+
+    def train(monitor, trainee):
+        for step in range(STEPS):
+            if step == 6:
+                trainee.optimizer.add_param_group(
+                    {"params": list(trainee.bare.experts.parameters())}
+                )
+            if monitor is None and step == 8:
+                continue
+            loss = trainee.backward(step, NAN if step == 8 and trainee.rank else 1.0)
+            if monitor is not None:
+                monitor.step(loss)
+                continue
+            trainee.optimizer.step()
+            trainee.optimizer.zero_grad()
+            trainee.bare.experts.zero_grad()
+
+    def make():
+        trainee = Trainee()
+        shared = [*trainee.bare.enter.parameters(), *trainee.bare.leave.parameters()]
+        trainee.optimizer = torch.optim.AdamW(shared, lr=0.01, fused=True)
+        return trainee
+
+    bare, trainee = make(), make()
+    train(None, bare)
+    with trainer_hooks.watch(trainee.model, trainee.optimizer) as monitor:
+        records = records_of(monitor)
+        # Without an optimizer, nothing clears these gradients.
+        trainee.model.register_forward_pre_hook(lambda *_: trainee.bare.experts.zero_grad())
+        train(monitor, trainee)
+    return {
+        "exact": alike(bare.bits(), trainee.bits()),
+        "names": device_of(monitor).norms.names,
+        "skipped": [record.step for record in records if record.skipped],
+        "faults": monitor.swallowed_errors,
+    }
+
+
 def signals():
     """Weights, updates, outside writes and outputs, of all ranks' experts."""
     trainee, settings = Trainee(), trainer_hooks.SignalSettings(
@@ -301,6 +341,7 @@ def cases(rank, folder, *, world_size):
         # On more ranks, DDP adds up in another order in the first step after a restart.
         found["heals"]["ddp"] = heals(folder, damage=NAN)
         found["signals"] = signals()
+        found["thaws"] = thaws()
         found["refusals"] = refusals()
     else:
         found["corrupted"] = corrupted()

@@ -350,7 +350,7 @@ def cases(rank, folder, *, world_size):
         found["corrupted"] = corrupted()
         found["probes"] = {
             "1f1b": probes("1f1b"),
-            "ddp": probes("1f1b", "ddp", dp=2, pp=2),
+            "ddp": probes("1f1b", "ddp, wide", dp=2, pp=2),
             "fsdp2": probes("1f1b", "fsdp2", dp=2, pp=2),
             "tp": probes("1f1b", "tp", pp=2, tp=2),
         }

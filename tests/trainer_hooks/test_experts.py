@@ -81,6 +81,13 @@ def test_shared_parameters_are_compared_and_experts_are_not(of_four):
     assert all("enter" in reason for reason in case["reasons"])
 
 
+def test_each_rank_may_add_its_own_experts_to_the_optimizer(of_two):
+    for rank in of_two:
+        case = rank["thaws"]
+        assert (True, [8], {}) == (case["exact"], case["skipped"], case["faults"])
+        assert 2 + 4 == len({name.rpartition(".")[0] for name in case["names"]})
+
+
 def test_signals_have_the_values_of_all_ranks_experts(of_two):
     for rank in of_two:
         case = rank["signals"]

@@ -145,7 +145,7 @@ def test_no_healthy_training_is_accused_and_what_is_not_equal_by_design_abstains
     for name in alike if num == 2 else (*alike, "compiled"):
         assert f"compared among {num} ranks" in notes[f"{name}-heal"]["replicas"]
     for name in ("local", "alone"):
-        assert "do not keep their parameters alike" in notes[f"{name}-heal"]["replicas"]
+        assert "neither DDP, FSDP nor tensor parallelism" in notes[f"{name}-heal"]["replicas"]
     assert "another part of them" in notes["cut-heal"]["replicas"]
     assert "differ between ranks before the first step" in notes["apart-heal"]["replicas_not_alike"]
     assert "since the first steps" in notes["drifting-heal"]["replicas_not_alike"]

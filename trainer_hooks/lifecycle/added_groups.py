@@ -15,6 +15,7 @@ from trainer_hooks.exchange.emit import LayerAggregator
 from trainer_hooks.exchange.reduce_vector import Verdict
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.phases import Prepared, StepPhases
+from trainer_hooks.tensors.experts import expert_groups
 from trainer_hooks.tensors.gradients import named_parameters
 from trainvitals.errors import UsageError
 from trainvitals.units import humanize_count
@@ -79,11 +80,18 @@ def _only_in(names: Sequence[str], others: Sequence[str]) -> list[str]:
 
 
 def _digest_groups(run: RunContext) -> int:
-    """Return a digest of this rank's parameter groups, never 0."""
-    optimizers = run.device.optimizers
-    sizes = [[len(group["params"]) for group in o.param_groups] for o in optimizers]
+    """Return a digest of what must be equal in all ranks' parameter groups, never 0.
+
+    Each rank may have other experts.
+    """
+    optimizers, experts = run.device.optimizers, expert_groups(run.given.model)
+    sizes = [
+        [sum(id(param) not in experts for param in group["params"]) for group in o.param_groups]
+        for o in optimizers
+    ]
     try:
-        names = list(named_parameters(run.given.model, optimizers))
+        params = named_parameters(run.given.model, optimizers)
+        names = [name for name, param in params.items() if id(param) not in experts]
     except UsageError as error:  # raised again, on all ranks, when the groups are adopted
         names = [error.text]
     return 1 + zlib.crc32(repr((sizes, names)).encode())

@@ -37,6 +37,7 @@ from trainer_hooks.probe.isolated_forward import (
 )
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.tensors.optimizer_state import params_of
+from trainer_hooks.tensors.pipeline import schedule_as_before
 from trainvitals.policy.evidence import MIN_BATCHES, NONFINITE_GRADIENT, Ask, ProbeResult
 from trainvitals.printable import name_type
 from trainvitals.records import Note
@@ -442,7 +443,8 @@ class _ForwardBarrier:
 
             def evaluate_together(*args: Any, **kwargs: Any) -> Any:
                 enter()
-                return evaluate(*args, **kwargs)
+                with schedule_as_before(schedule):
+                    return evaluate(*args, **kwargs)
 
             schedule.eval = evaluate_together
             undo: Callable[[], object] = partial(delattr, schedule, "eval")

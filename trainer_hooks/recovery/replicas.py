@@ -438,7 +438,8 @@ class Replicas:
                 return Difference(kind="untied", vote=by_state, text=text)
             differing = list(self._apart)
         key = differing[0]
-        elements, values = self._find_differing_elements(key)
+        group = next((g for g in self.groups if set(g) & set(by_state.apart)), ())
+        elements, values = self._find_differing_elements(key, group)
         before, states = self._evidence, tuple(data for _, data in everyone)
         is_same = before is not None and (before.step, before.states) == (at, states)
         is_again = self._is_again = (self._went_back and is_same) or (was_apart and self._is_again)
@@ -494,8 +495,10 @@ class Replicas:
 
     # ---------------------------------------------------------------------- differing elements
 
-    def _find_differing_elements(self, key: str) -> tuple[list[int], dict[int, list[float]]]:
-        """Return the first elements of a replica's tensor that differ, and each rank's values."""
+    def _find_differing_elements(
+        self, key: str, group: Sequence[int]
+    ) -> tuple[list[int], dict[int, list[float]]]:
+        """Return the first elements of a group's tensor that differ, and its ranks' values."""
         raw: bytes = b""
         tensor: Tensor | None = None
         try:
@@ -509,15 +512,14 @@ class Replicas:
         chunks = range(0, len(raw), _CHUNK)
         sums = np.array([zlib.crc32(raw[i : i + _CHUNK]) for i in chunks], dtype=np.uint32)
         everyone = self._ranks.gather(sums.tobytes())
-        apart = _first_apart(everyone, self.groups)
+        apart = _first_apart(everyone, (tuple(group),))
         pieces = self._ranks.gather([raw[i * _CHUNK : (i + 1) * _CHUNK] for i in apart])
         if not apart or tensor is None or not all(pieces):
             return [], {}
         dtype = tensor.dtype
-        rank_group = next((group for group in self.groups if self._ranks.rank in group), ())
         read = {
             rank: torch.frombuffer(bytearray(b"".join(pieces[rank])), dtype=dtype)
-            for rank in rank_group
+            for rank in group
             if len(pieces[rank]) == len(apart) and all(pieces[rank])
         }
         return _differing_elements(read, apart, tensor.element_size())
@@ -558,8 +560,8 @@ class Replicas:
         """Compare the difference with the state after the same steps; reads a few numbers."""
         with self._faults.fail_open("replicas"):
             live = self._state.tensors().get(evidence.key)
-            if live is None:
-                return
+            if live is None or self._ranks.rank not in evidence.values:
+                return  # another group of replicas differed, or the elements are unknown
             now = live.view(-1)[torch.tensor(evidence.elements, device=live.device)]
             values = now.to(torch.float64).tolist()
             distances = {r: _l1_distance(was, values) for r, was in evidence.values.items()}
@@ -649,11 +651,14 @@ def _agree_on_groups(offers: Sequence[_RankInfo]) -> tuple[Groups, str]:
             f"optimizer state every {ROUND * STATE_EVERY}"
         )
     if all(offer.trains_one_model for offer in offers):
-        return (tuple(range(len(offers))),), (
-            "parameters are not compared: each rank holds another part of them, so there is no "
-            "replica; settings are"
-        )
-    return (), "replicas are not compared: the ranks do not keep their parameters alike"
+        why = "each rank holds another part of them, so there is no replica"
+        if claimed:
+            why = "the ranks that hold replicas have other names for them"
+        return (tuple(range(len(offers))),), f"parameters are not compared: {why}; settings are"
+    return (
+        (),
+        "replicas are not compared: neither DDP, FSDP nor tensor parallelism keeps them equal",
+    )
 
 
 def _gradient_checksum(param: Tensor) -> int:

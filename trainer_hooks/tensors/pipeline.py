@@ -13,6 +13,8 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -83,6 +85,26 @@ def check_can_evaluate(schedule: Any) -> None:
             hint=f"leave the probe out, or use one of {', '.join(sorted(_CAN_EVALUATE))}, with a "
             "torch that has schedule.eval()",
         )
+
+
+@contextmanager
+def schedule_as_before(schedule: Any) -> Iterator[None]:
+    """Restore the schedule and its stages after an evaluation between two training steps.
+
+    Otherwise torch prepares the stages again for the next step, with a forward and a backward that
+    change the order in which DDP adds gradients.
+    """
+    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    before = [
+        (part, {k: copy(v) if type(v) in (dict, list) else v for k, v in vars(part).items()})
+        for part in (schedule, *stages)
+    ]
+    try:
+        yield
+    finally:
+        for part, attributes in before:
+            vars(part).clear()
+            vars(part).update(attributes)
 
 
 def stages_of(model: nn.Module) -> list[tuple[int, int]]:

@@ -280,7 +280,8 @@ class _SeriesArrayReference:
         middle = (parted[:, lower] + parted[:, upper]) / 2
         away = values - middle
         self._now = away
-        sigmas = away / self._scale
+        with np.errstate(invalid="ignore"):  # infinite values of a scale that is unknown yet
+            sigmas = away / self._scale
         is_out = np.abs(sigmas) > SIGMAS / 2
         if is_out.any():  # outdated figures are sufficient to find candidates
             if self._age:
