@@ -323,6 +323,7 @@ def healthy(rank, folder, *, world_size):
         "experts": (Run, {"model": Experts(rank)}),
         "local": (Run, {"prepare": local_sgd}),
         "alone": (Run, {"wrap": False}),
+        "unmarked": (Run, {"model": Experts(rank), "wrap": False}),
         "hybrid": (Run, {"prepare": sharded(world_size, 1), **sides}),
         "cut": (Run, {"prepare": sharded(world_size), **sides | {"model": plain()}}),
         "apart": (Run, {"prepare": partial(shaken, rank)}),

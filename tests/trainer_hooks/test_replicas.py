@@ -144,8 +144,11 @@ def test_no_healthy_training_is_accused_and_what_is_not_equal_by_design_abstains
     alike = ("power", "half", "accumulated", "unused", "experts", "hybrid")
     for name in alike if num == 2 else (*alike, "compiled"):
         assert f"compared among {num} ranks" in notes[f"{name}-heal"]["replicas"]
-    for name in ("local", "alone"):
+    for name in ("local", "alone", "unmarked"):
         assert "neither DDP, FSDP nor tensor parallelism" in notes[f"{name}-heal"]["replicas"]
+    assert "replicas_not_alike" not in notes["alone-heal"]
+    text = notes["unmarked-heal"]["replicas_not_alike"]
+    assert text.startswith("model.expert.weight, model.expert.bias differ between ranks")
     assert "another part of them" in notes["cut-heal"]["replicas"]
     assert "differ between ranks before the first step" in notes["apart-heal"]["replicas_not_alike"]
     assert "since the first steps" in notes["drifting-heal"]["replicas_not_alike"]

@@ -198,6 +198,8 @@ class Replicas:
         groups, why = _agree_on_groups(offers)
         emitter.note("replicas", why, step=0, attempt=0)
         if not groups or state is None:
+            if state is not None and not any(offer.failure for offer in offers):
+                _note_differing(state, ranks, emitter, faults)
             return None
         compared = keys if group in groups else []
         return cls(
@@ -659,6 +661,29 @@ def _agree_on_groups(offers: Sequence[_RankInfo]) -> tuple[Groups, str]:
         (),
         "replicas are not compared: neither DDP, FSDP nor tensor parallelism keeps them equal",
     )
+
+
+def _note_differing(
+    state: TrainingState, ranks: Ranks, emitter: Emitter, faults: FaultCounter
+) -> None:
+    """Warn once about parameters that differ although they count as replicas. Collective."""
+    words: dict[str, int] = {}
+    with faults.fail_open("replicas"), torch.no_grad():
+        params = state.plain_parameters()
+        words = {key: int(fingerprint_of([p.detach()], p.device)) for key, p in params.items()}
+    if len(set(ranks.gather(zlib.crc32(repr(words).encode())))) == 1:
+        return
+    everyone = ranks.gather(words)
+    differing = [
+        key for key, word in words.items() if any(r.get(key, word) != word for r in everyone)
+    ]
+    if differing:
+        text = (
+            f"{_format_keys(differing)} differ between ranks before the first step, but count as "
+            "replicas in the gradient norm: broadcast them from rank 0; if each rank trains its "
+            "own, as experts, set allreduce = False on them before watch()"
+        )
+        emitter.note("replicas_not_alike", text, "warning", step=0, attempt=0)
 
 
 def _gradient_checksum(param: Tensor) -> int:

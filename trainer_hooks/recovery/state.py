@@ -210,6 +210,17 @@ class TrainingState:
         """Parameters by the names of ``tensors``, as the model has them: DTensors, not shards."""
         return {f"model.{name}": param for name, param in self._params.items()}
 
+    def plain_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters that other ranks have too if they have the name: no shards."""
+        if self._is_stage:
+            return {}
+        experts = expert_groups(self._wrapped)
+        return {
+            f"model.{name}": param
+            for name, param in self._params.items()
+            if not hasattr(param, "to_local") and id(param) not in experts and param.numel()
+        }
+
     def optimizer_states(self) -> list[tuple[int, str, Tensor, Mapping[Tensor, Any]]]:
         """Return (optimizer, parameter's name, parameter, state) of each parameter to restore.
 
