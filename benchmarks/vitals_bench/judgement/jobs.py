@@ -199,4 +199,4 @@ def _run_on_ranks(job: Job, steps: int | None) -> Outcome:
         done = subprocess.run(command, capture_output=True, text=True, timeout=RANKS_SECONDS)
         if not result.exists():
             raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-500:]}")
-        return msgspec.json.decode(result.read_bytes(), type=Outcome)
+        return from_json(result.read_bytes(), Outcome)

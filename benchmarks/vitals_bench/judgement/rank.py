@@ -10,6 +10,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from trainvitals.jsonable import to_json
 from vitals_bench.judgement.run import Clip, Outcome, Policy, run_one
 
 
@@ -32,7 +33,7 @@ def main(work: Work, result: Path) -> None:
             work.world, clip=work.clip, policy=work.policy, seed=work.seed, steps=work.steps
         )
         if dist.get_rank() == 0:
-            result.write_bytes(msgspec.json.encode(outcome))
+            result.write_bytes(to_json(outcome))
         dist.barrier()
     finally:
         dist.destroy_process_group()
