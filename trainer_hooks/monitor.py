@@ -38,7 +38,6 @@ from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.phases import Prepared, refuse_at_step, refuse_probe
 from trainer_hooks.step.run import judge_returned
 from trainer_hooks.tensors.clearing import GradientClearing
-from trainer_hooks.tensors.pipeline import check_can_evaluate
 from trainer_hooks.tensors.rng import capture_rng, restore_rng
 from trainvitals.auto_clip import MaxNorm
 from trainvitals.errors import UsageError
@@ -141,8 +140,6 @@ class Monitor(MonitorBase):
             UsageError: ``epochs`` is not a whole number, ``probe`` is not a function, or another
                 argument is invalid.
         """
-        if probe is not None and self._run.given.pipeline is not None:
-            check_can_evaluate(self._run.given.pipeline)
         stream = self._feed.batches(
             loader,
             epochs=epochs,

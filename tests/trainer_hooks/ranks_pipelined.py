@@ -76,6 +76,27 @@ def attaches():
     }
 
 
+def attached_heals():
+    """A weight of the first stage turns NaN in a loop that steps its own optimizer."""
+    training, back = Pipelined(schedule="1f1b"), []
+    with trainer_hooks.attach(
+        training.module, training.optimizer, pipeline=training.schedule, mode="heal"
+    ) as guard:
+        guard.when_rolled_back(back.append)
+        for step in range(80):
+            guard.keep_batch(step, training.evaluate)
+            if step == 60 and training.rank == 0:
+                with torch.no_grad():
+                    training.stages[0].layers[0].weight[0, 0] = NAN
+            loss = training.backward(step)
+            guard.loss(-1.0 if loss is None else loss)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        is_on = probe_of(guard).is_on
+    finite = all(bool(value.isfinite().all()) for value in training.bits().values())
+    return {"back": back, "finite": finite, "faults": guard.swallowed_errors, "is_on": is_on}
+
+
 def bad_gradient(bad_rank, schedule="gpipe"):
     """NaN in a gradient of a rank's last stage, with a finite loss."""
     training = Pipelined(schedule=schedule)
@@ -344,6 +365,7 @@ def cases(rank, folder, *, world_size):
         found["wrong probe"] = wrong_probe()
         found["signals"] = [signals("1f1b"), signals("interleaved")]
         found["attached"] = attaches()
+        found["attached heals"] = attached_heals()
         found["refusals"] = refusals()
     else:
         found["heals"]["fsdp2"] = heals(folder, "1f1b", "fsdp2", dp=2, pp=2)

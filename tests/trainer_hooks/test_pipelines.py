@@ -88,6 +88,11 @@ def test_a_loop_with_its_own_optimizer_step_is_guarded(of_two):
     assert [expected, expected] == [rank["attached"] for rank in of_two]
 
 
+def test_a_loop_with_its_own_optimizer_step_rolls_back_on_every_stage(of_two):
+    expected = {"back": [32], "finite": True, "faults": {}, "is_on": True}
+    assert [expected, expected] == [rank["attached heals"] for rank in of_two]
+
+
 def test_a_nan_loss_does_not_blame_the_last_stage(found):
     assert [UNKNOWN] * len(BAD) == found[0]["skips"]["gpipe adamw-fused"]["reasons"]
 

@@ -37,7 +37,7 @@ from trainer_hooks.probe.isolated_forward import (
 )
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.tensors.optimizer_state import params_of
-from trainer_hooks.tensors.pipeline import schedule_as_before
+from trainer_hooks.tensors.pipeline import check_can_evaluate, schedule_as_before
 from trainvitals.policy.evidence import MIN_BATCHES, NONFINITE_GRADIENT, Ask, ProbeResult
 from trainvitals.printable import name_type
 from trainvitals.records import Note
@@ -115,7 +115,13 @@ class Probe:
     # --------------------------------------------------------------------- batches of a step
 
     def set_loss(self, loss_of: LossOf, *, step: int, attempt: int) -> None:
-        """Set the loss of batches that are yielded from now on; the first of them feed ``step``."""
+        """Set the loss of batches that are yielded from now on; the first of them feed ``step``.
+
+        Raises:
+            UsageError: the pipeline's schedule cannot run forward only.
+        """
+        if self._schedule is not None:
+            check_can_evaluate(self._schedule)
         self._loss_of, self.has_loss = loss_of, True
         self._next_step, self._attempt = step, attempt
 
