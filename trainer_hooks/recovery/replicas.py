@@ -667,15 +667,19 @@ def _note_differing(
     state: TrainingState, ranks: Ranks, emitter: Emitter, faults: FaultCounter
 ) -> None:
     """Warn once about parameters that differ although they count as replicas. Collective."""
-    words: dict[str, int] = {}
+    fingerprints: dict[str, int] = {}
     with faults.fail_open("replicas"), torch.no_grad():
         params = state.plain_parameters()
-        words = {key: int(fingerprint_of([p.detach()], p.device)) for key, p in params.items()}
-    if len(set(ranks.gather(zlib.crc32(repr(words).encode())))) == 1:
+        fingerprints = {
+            key: int(fingerprint_of([p.detach()], p.device)) for key, p in params.items()
+        }
+    if len(set(ranks.gather(zlib.crc32(repr(fingerprints).encode())))) == 1:
         return
-    everyone = ranks.gather(words)
+    everyone = ranks.gather(fingerprints)
     differing = [
-        key for key, word in words.items() if any(r.get(key, word) != word for r in everyone)
+        key
+        for key, fingerprint in fingerprints.items()
+        if any(r.get(key, fingerprint) != fingerprint for r in everyone)
     ]
     if differing:
         text = (
