@@ -153,7 +153,10 @@ def test_what_did_not_cure_is_tried_again_once_the_budget_s_window_is_over() -> 
     [
         ({"mode": "guard"}, "mode 'guard' does not roll back"),
         ({"mode": "observe"}, "mode 'observe' does not roll back"),
-        ({"refs": (CheckpointRef(id="late", step=201),)}, "the only checkpoint is not healthy"),
+        (
+            {"refs": (CheckpointRef(id="late", step=195, state="verified"),)},
+            "the only checkpoint is not healthy",
+        ),
     ],
 )
 def test_where_nothing_can_go_back_it_is_told_and_not_at_each_look(
@@ -183,7 +186,7 @@ def test_missed_snapshots_are_told_ever_more_seldom() -> None:
 
 
 def test_without_a_usable_checkpoint_heal_halts_and_says_so() -> None:
-    refs = (CheckpointRef(id="late", step=201),)
+    refs = (CheckpointRef(id="late", step=195, state="verified"),)
     decision = Run(refs=refs).feed(*STORM)[-1]
     assert ("halt", "no_checkpoint") == (decision.action, decision.rule)
     assert "the only checkpoint is not healthy and at or before the onset" in decision.reason

@@ -97,7 +97,10 @@ def test_what_comes_again_bit_for_bit_is_told_and_neither_goes_back_nor_halts() 
     [
         ({"mode": "guard"}, "mode 'guard' does not roll back"),
         ({"mode": "observe"}, "mode 'observe' does not roll back"),
-        ({"refs": (CheckpointRef(id="late", step=201),)}, "the only checkpoint is not healthy"),
+        (
+            {"refs": (CheckpointRef(id="late", step=195, state="verified"),)},
+            "the only checkpoint is not healthy",
+        ),
     ],
 )
 def test_where_nothing_can_go_back_it_is_told_with_what_is_no_more_saved(options, words) -> None:
