@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
 from tests.trainer_hooks.measures.journal import Journal
@@ -15,6 +15,7 @@ from trainvitals.records import RunEnded
 def bare():
     """Each test makes the state that Accelerate keeps for the process anew."""
     AcceleratorState._reset_state(reset_partial_state=False)
+    GradientState._reset_state()
 
 
 class Own:
