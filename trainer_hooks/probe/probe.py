@@ -18,7 +18,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -449,19 +448,19 @@ class _ForwardBarrier:
 
             def evaluate_together(*args: Any, **kwargs: Any) -> Any:
                 enter()
-                with schedule_as_before(schedule):
-                    return evaluate(*args, **kwargs)
+                return evaluate(*args, **kwargs)
 
-            schedule.eval = evaluate_together
-            undo: Callable[[], object] = partial(delattr, schedule, "eval")
-        else:
-            # Before FSDP's hooks: a forward that is aborted must not change FSDP's states.
-            hook: Any = torch.compiler.disable(enter)
-            undo = model.register_forward_pre_hook(hook, prepend=True).remove
+            with schedule_as_before(schedule):  # removes this attribute too
+                schedule.eval = evaluate_together
+                yield
+            return
+        # Before FSDP's hooks: a forward that is aborted must not change FSDP's states.
+        hook: Any = torch.compiler.disable(enter)
+        handle = model.register_forward_pre_hook(hook, prepend=True)
         try:
             yield
         finally:
-            undo()
+            handle.remove()
 
 
 def _loss_number(value: object) -> float:

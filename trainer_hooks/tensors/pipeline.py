@@ -89,7 +89,7 @@ def check_can_evaluate(schedule: Any) -> None:
 
 @contextmanager
 def schedule_as_before(schedule: Any) -> Iterator[None]:
-    """Restore the schedule and its stages after an evaluation between two training steps.
+    """Restore the schedule and its stages after evaluations between two training steps.
 
     Otherwise torch prepares the stages again for the next step, with a forward and a backward that
     change the order in which DDP adds gradients.
