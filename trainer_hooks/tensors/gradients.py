@@ -439,7 +439,6 @@ class GradNorms:
         if self.names != self.local_names:
             at = {name: i for i, name in enumerate(self.names)}
             self._places = torch.tensor([at[n] for n in self.local_names], device=self.device)
-        self._local_squares = torch.zeros(len(params), dtype=torch.float64, device=self.device)
         self.share = torch.tensor(shares(shards, everyone), dtype=torch.float64, device=self.device)
         self.replicated = all(others == shards for others in everyone)
         self.num_parameters = num_elements(everyone)
@@ -529,14 +528,12 @@ class GradNorms:
             out.zero_()
             return
         squares = self._squares.of(grads, self.device)
-        local = out if self._places is None else self._local_squares
-        if len(grads) == len(self.params):
-            torch.mul(squares, self.share, out=local)
-        else:
-            index = self._index(where)
-            local.zero_().index_copy_(0, index, squares * self.share[index])
-        if self._places is not None:
-            out.zero_().index_copy_(0, self._places, local)
+        if self._places is None and len(grads) == len(self.params):
+            torch.mul(squares, self.share, out=out)
+            return
+        index = self._index(where)
+        places = index if self._places is None else self._places[index]
+        out.zero_().index_copy_(0, places, squares * self.share[index])
 
     def shares_of(self, values: Tensor) -> Tensor:
         """Return this rank's share of a number per local parameter, at its place in the vector."""
