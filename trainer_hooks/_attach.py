@@ -113,14 +113,11 @@ def attach(
         UsageError: an argument is invalid; the text names it and the fix.
         TrainingHalted: this run was halted, and not resumed with ``vitals resume``.
     """
-    stepped = list(as_list(schedulers))
-    plateaus = {f"scheduler.{i}": s for i, s in enumerate(stepped) if isinstance(s, _PLATEAU)}
-    if plateaus and isinstance(state or {}, Mapping):
-        state = {**plateaus, **(state or {})}
+    stepped, state = split_schedulers(as_list(schedulers), state)
     arguments = WatchArguments(
         model=model,
         optimizers=tuple(as_list(optimizers)),
-        schedulers=tuple(s for s in stepped if not isinstance(s, _PLATEAU)),
+        schedulers=stepped,
         run=run,
         mode=mode,
         scaler=scaler,
@@ -147,6 +144,16 @@ def attach(
     return Attached(
         parts.device, parts.run, tokens_per_step=parts.tokens_per_step, max_norm=max_norm
     )
+
+
+def split_schedulers(
+    schedulers: Sequence[Any], state: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], Mapping[str, Any] | None]:
+    """Return a loop's schedulers without those that need a metric, which are restored as state."""
+    plateaus = {f"scheduler.{i}": s for i, s in enumerate(schedulers) if isinstance(s, _PLATEAU)}
+    if plateaus and isinstance(state or {}, Mapping):
+        state = {**plateaus, **(state or {})}
+    return tuple(s for s in schedulers if not isinstance(s, _PLATEAU)), state
 
 
 class Judged(NamedTuple):
@@ -182,8 +189,10 @@ class Attached(MonitorBase):
         self._is_reported = False
         self._undo: list[Callable[[], None]] = []
         self._rewinds: list[Callable[[int], None]] = []
+        self._followers = device.schedulers
+        """Schedulers that are stepped after the guarded step."""
         self._held: list[tuple[Any, type]] = []
-        """Schedulers whose next step is left out, each with its class."""
+        """Those whose next step is left out, each with its class."""
         stepped = device.optimizers if device.engine.guards else ()
         self.route = StepInterception(stepped, device.scaler, self._step_one, run.faults)
 
@@ -350,7 +359,7 @@ class Attached(MonitorBase):
         """
         if self._device.averages is not None:
             self._device.averages.reset_after_rollback(is_blocked=is_before_step)
-        for scheduler in self._device.schedulers if is_before_step else ():
+        for scheduler in self._followers if is_before_step else ():
             kind = type(scheduler)
             self._held.append((scheduler, kind))
             # Not an attribute, which would be in the scheduler's state_dict().

@@ -319,19 +319,21 @@ def _build_recovery(
     state: TrainingState | None,
     replicas: Replicas | None,
 ) -> RecoveryManager | None:
-    """Set up snapshots and checkpoints, if ``watch`` enables them. Collective."""
+    """Set up snapshots and checkpoints, if ``watch`` enables them. Collective.
+
+    ``state`` is the training state if it was read already.
+    """
     settings, stopping = arguments.checkpoint_settings(run_paths.run_dir), arguments.early_stopping
     if settings is None:
         return None
     return RecoveryManager.make(
         settings,
-        model=arguments.model,
         device=device,
         ranks=ranks,
         plan=plan,
         emitter=emitter,
         clock=clock,
-        state=state,
+        state=_build_training_state(arguments, device) if state is None else state,
         replicas=replicas,
         keep_evaluated=stopping is not None and stopping.keep_best,
         is_on_disk=not arguments.keeps_snapshots_only,
@@ -355,7 +357,7 @@ def _run_context(
     plan = PlanJournal(
         plan=place.plan, run_dir=place.run_dir, is_rank0=ranks.rank == 0, faults=faults
     )
-    state = _build_training_state(given, device) if ranks.world_size > 1 else None
+    state = _read_training_state(given, device) if ranks.world_size > 1 else None
     replicas = Replicas.make(
         state,
         ranks=ranks,
@@ -402,20 +404,26 @@ def _run_context(
     return run
 
 
-def _build_training_state(arguments: WatchArguments, device: DeviceParts) -> TrainingState | None:
+def _read_training_state(arguments: WatchArguments, device: DeviceParts) -> TrainingState | None:
     """Return the watched training state for the replica checks; None if it cannot be read."""
     try:
-        return TrainingState(
-            arguments.model,
-            device.optimizers,
-            device.schedulers,
-            scaler=device.scaler,
-            extra=device.extra,
-            is_stage=arguments.pipeline is not None,
-            owns_step=arguments.owns_step,
-        )
+        return _build_training_state(arguments, device)
     except Exception:  # noqa: BLE001 - features that need it create it again and raise
         return None
+
+
+def _build_training_state(arguments: WatchArguments, device: DeviceParts) -> TrainingState:
+    """Return the watched training state, in the form in which the loop or its engine keeps it."""
+    engine = arguments.engine
+    return (TrainingState if engine is None else engine.training_state)(
+        arguments.model,
+        device.optimizers,
+        device.schedulers,
+        scaler=device.scaler,
+        extra=device.extra,
+        is_stage=arguments.pipeline is not None,
+        owns_step=arguments.owns_step,
+    )
 
 
 def _start_run(run: RunContext, run_paths: RunPaths, info: RunInfo) -> Restored | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex, cast, get_args
+from typing import Any, Literal, Protocol, SupportsIndex, cast, get_args
 
 import torch
 from msgspec.structs import replace
@@ -22,6 +22,7 @@ from trainer_hooks.guard.schedules import SchedulerEvery
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.ranks import Ranks, check_same, on_every_rank
 from trainer_hooks.recovery.manager import CheckpointSettings
+from trainer_hooks.recovery.state import TrainingState
 from trainer_hooks.tensors.gradients import NamedModels, unwrap
 from trainer_hooks.tensors.pipeline import PipelineStages, name_stages, stages_of
 from trainvitals.auto_clip import MaxNorm, refuse_max_norm
@@ -44,6 +45,13 @@ _MODES = ("off", "observe", "guard", "heal")
 _OLDEST_TORCH = (2, 6)
 
 
+class FrameworkEngine(UpdateEngine, Protocol):
+    """A framework's engine, which keeps the training state in a form of its own."""
+
+    def training_state(self, *args: Any, **kwargs: Any) -> TrainingState:
+        """Return the state to snapshot and restore; arguments as for ``TrainingState``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchArguments:
     """Arguments documented at ``watch``, and those of a framework engine that owns the step."""
@@ -61,7 +69,7 @@ class WatchArguments:
     tags: Sequence[str]
     state: Mapping[str, Any] | None
     signals: SignalSettings | None
-    engine: UpdateEngine | None = None
+    engine: FrameworkEngine | None = None
     early_stopping: EarlyStopping | None = None
     loss_kind: LossKind | None = None
     task: Task | None = None
@@ -425,13 +433,6 @@ def _effective_mode(arguments: WatchArguments, environ: Mapping[str, str]) -> Mo
         raise UsageError(
             f"mode is {mode!r}; it must be one of {', '.join(_MODES)}",
             hint="observe only records, guard skips bad updates, heal also rolls back",
-        )
-    if mode == "heal" and arguments.engine is not None:
-        raise UsageError(
-            "mode 'heal' cannot roll back here, because the framework's engine keeps the weights "
-            "and the optimizer state in a form of its own",
-            hint="use mode='guard' and the engine's checkpoints; with FSDP2 instead of ZeRO the "
-            "state can go back",
         )
     if mode == "heal" and not arguments.owns_step and len(arguments.optimizers) > 1:
         raise UsageError(

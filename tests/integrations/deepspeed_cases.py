@@ -49,6 +49,13 @@ KINDS = {
     "ZeRO 3, float16": stage(3, fp16=LOW),
 }
 
+WARM_UP_RATES = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-4, "warmup_num_steps": 90}}
+OWN_SCHEDULES = {
+    "no ZeRO, warm-up": {"scheduler": WARM_UP_RATES},
+    "ZeRO 2, warm-up": stage(2, scheduler=WARM_UP_RATES),
+}
+"""With a schedule of DeepSpeed's own."""
+
 Fault = Callable[[Mapping[str, Tensor]], None]
 Seen = dict[str, Any]
 
@@ -97,7 +104,7 @@ def steps(script: Script, engine: Any, number: int, faults: Mapping[int, Fault])
         kept = all(map(torch.equal, buffers, engine.module.buffers()))
         seen["buffers"].append(not kept)
         seen["norms"].append(float(engine.get_global_grad_norm() or NAN))
-        seen["scales"].append(float(engine._get_optimizer_loss_scale() or NAN))
+        seen["scales"].append(loss_scale(engine))
     seen["skipped_steps"] = engine.skipped_steps
     return seen
 
@@ -291,6 +298,55 @@ def probed(script: Script, config: Any, *, gives: bool) -> Seen:
         return found | {"kind": kind}
 
 
+HEALED = 75
+"""Steps of a run that goes back: snapshots at 0 and about 30, damage after DAMAGED_AT."""
+DAMAGED_AT = 60
+
+
+def healed(script: Script, config: Any) -> Seen:
+    """Write a NaN over a weight of rank 1, and compare what follows with a bare run's steps."""
+    engine = make_engine(script, config)
+    bare = [position(engine)]
+    for _ in range(HEALED):
+        steps(script, engine, 1, {})
+        bare.append(position(engine))
+    engine, rewound = make_engine(script, config), []
+    with attach(engine, mode="heal") as attached:
+        attached.when_rolled_back(rewound.append)
+        for step in range(HEALED):
+            if step == DAMAGED_AT and script.rank == 1:
+                damage(engine)
+            steps(script, engine, 1, {})
+        at = attached.step_index
+    return {"rewound": rewound, "at": at, "bare": bare[at], "healed": position(engine)}
+
+
+def damage(engine: Any) -> None:
+    """Write a NaN into the weights that this rank's optimizer updates, and into the model's."""
+    outer = engine.optimizer
+    held = getattr(outer, "fp32_partitioned_groups_flat", None)
+    if held is None:
+        held = [
+            p for group in getattr(outer, "optimizer", outer).param_groups for p in group["params"]
+        ]
+    with torch.no_grad():
+        held[0].view(-1)[0] = NAN
+        for param in engine.module.parameters():
+            param.view(-1)[:1] = NAN
+
+
+def position(engine: Any) -> list[float]:
+    """Return what all of the state comes to, the rates, the loss scale and the engine's numbers."""
+    whole = float(sum(tensor.double().sum() for tensor in state(engine)))
+    counted = [engine.global_steps, engine.skipped_steps]
+    return [whole, *engine.get_lr(), loss_scale(engine), *counted]
+
+
+def loss_scale(engine: Any) -> float:
+    """Return the engine's loss scale; NaN without one."""
+    return float(engine._get_optimizer_loss_scale() or NAN)
+
+
 def asked_under_3(script: Script) -> Seen:
     """Give a batch to an engine that cannot be asked."""
     engine = make_engine(script, stage(3))
@@ -355,6 +411,10 @@ CASES: dict[str, Callable[[Script], Seen]] = {
         f"{what}: {name}": partial(probed, config=KINDS[name], gives=what == "probed")
         for name in ("no ZeRO", "ZeRO 2")
         for what in ("probed", "not probed")
+    },
+    **{
+        f"healed: {name}": partial(healed, config=config)
+        for name, config in (KINDS | OWN_SCHEDULES).items()
     },
     "probe under ZeRO 3": asked_under_3,
     "divided": divided,

@@ -74,6 +74,7 @@ def check_meshes(ranks):
             assert case["faults"] == {}, name
 
 
+@pytest.mark.nightly
 def test_pipelines_with_ddp_fsdp2_or_tensor_parallelism_are_exact(of_four):
     check_meshes(of_four)
 
@@ -126,6 +127,7 @@ def test_a_clip_uses_the_norm_of_all_stages(of_two):
     assert all(rank["clips"] < 1e-6 for rank in of_two)
 
 
+@pytest.mark.nightly
 def test_replicas_of_a_stage_are_compared_and_stages_are_not(of_four):
     case = of_four[0]["corrupted"]
     assert ["replica_corrupted"] == case["kinds"]
@@ -182,7 +184,10 @@ def test_what_is_not_supported_is_refused_on_every_rank(of_two, name, text):
         assert text in rank["refusals"][name]
 
 
-@pytest.mark.parametrize(("page", "num_steps"), [("pipelines.md", 100), ("parallelism.md", 60)])
+@pytest.mark.parametrize(
+    ("page", "num_steps"),
+    [("pipelines.md", 100), pytest.param("parallelism.md", 60, marks=pytest.mark.nightly)],
+)
 def test_the_program_of_a_guide_runs_on_two_ranks(tmp_path, page, num_steps):
     program = tmp_path / "program.py"
     program.write_text(block(GUIDES / page, "test: ranks").body)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from trainer_hooks.tensors.gradients import (
+    GradNorms,
     clean_name,
     flat_pieces,
     named_parameters,
@@ -49,6 +50,16 @@ def test_no_parameter_is_lost_where_two_names_would_be_one():
     model._checkpoint_wrapped_module = nn.Linear(2, 2, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert ["weight", "optimizer0.group0.1"] == list(named_parameters(model, [optimizer]))
+
+
+def test_a_parameter_that_other_ranks_hold_whole_is_compared_by_name():
+    params = {"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(0))}
+    pieces = {id(params["a"]): ((0,), (2,)), id(params["b"]): ((-1,), (0,))}  # as ZeRO has them
+    here = shards_of(params, pieces)
+    there = [("a", ((-1,), (0,))), ("b", ((0,), (4,)))]
+    ranks = SimpleNamespace(gather=lambda mine: [mine, there])
+    assert ("a", "b") == GradNorms(params, ranks, pieces).names
+    assert here != there
 
 
 def test_ranks_that_hold_the_same_share_its_square_and_others_keep_theirs():

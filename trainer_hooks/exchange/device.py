@@ -208,7 +208,6 @@ def build_device_parts(
     # If one optimizer needs the verdict on the host, every step waits for it: no lag then.
     lag = 0 if engine.reads_verdict else 1
     layout, readback = _exchange_parts(norms, sampler, ranks, fields, lag)
-    checked = () if steps_by_itself else optimizers
     if scaler is not None:
         GIVEN_SCALERS.add(scaler)
     for optimizer in optimizers:
@@ -226,7 +225,9 @@ def build_device_parts(
         averages=registered_averages(state, optimizers),
         joinables=joinables(model, optimizers),
         extra={n: s if isinstance(s, HasStateDict) else memories[n] for n, s in state.items()},
-        warnings=_find_likely_mistakes(model, checked, schedulers, state),
+        warnings=[]
+        if steps_by_itself
+        else _find_likely_mistakes(model, optimizers, schedulers, state),
         readback=readback,
         sampler=sampler,
         sections=None

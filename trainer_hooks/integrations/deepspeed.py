@@ -13,14 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple, Unpack, cast
 
-import torch
 from torch.optim import Optimizer
 
-from trainer_hooks._attach import Attached, Judged
+from trainer_hooks._attach import Attached, Judged, split_schedulers
 from trainer_hooks._watch import MonitorParts, build_monitor_parts
-from trainer_hooks.arguments import WatchArguments
+from trainer_hooks.arguments import WatchArguments, as_list
 from trainer_hooks.exchange.reduce_vector import SHORT_FROM
 from trainer_hooks.guard.optimizers import scaled_rates
 from trainer_hooks.guard.step_interception import not_compiled
@@ -41,7 +41,6 @@ from trainer_hooks.noop import Unattached
 from trainer_hooks.probe.probe import LossOf
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
-from trainvitals.records import OVERFLOW
 
 OLDEST = "0.19.8"
 
@@ -60,9 +59,13 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
     """
     require_version("deepspeed", OLDEST, extra="deepspeed")
     seat = None if is_off(options) else _engine_hook_of(engine)
+    stepped = as_list(_scheduler_of(engine))
+    stepped += [s for s in as_list(options.get("schedulers")) if s not in stepped]
+    schedulers, state = split_schedulers(stepped, options.get("state"))
     arguments = WatchArguments(
         model=getattr(engine, "module", engine),
-        optimizers=() if seat is None else (seat.optimizer,),
+        optimizers=tuple(as_list(_plain_optimizer(engine) if seat is None else seat.optimizer)),
+        schedulers=schedulers,
         scaler=None if seat is None else seat.scaler,
         engine=None if seat is None else seat.holder,
         run=options.get("run"),
@@ -71,18 +74,25 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
         tokens_per_step=options.get("tokens_per_step"),
         config=options.get("config"),
         tags=options.get("tags", ()),
-        state=options.get("state"),
+        state=state,
         signals=options.get("signals"),
         loss_kind=options.get("loss_kind"),
         task=options.get("task"),
         on_collapse=options.get("on_collapse", "report"),
         on_hang=options.get("on_hang", "alert"),
         owns_clip=False,
+        owns_step=False,
     )
     parts = build_monitor_parts(arguments)
     if parts is None or seat is None:
         return cast(Attached, Unattached([], None, None))
     return DeepSpeedAttached(parts, engine, seat)
+
+
+def _scheduler_of(engine: Any) -> Any:
+    """Return the scheduler that a DeepSpeed engine steps, unwrapped; None without one."""
+    scheduler = getattr(engine, "lr_scheduler", None)
+    return getattr(scheduler, "scheduler", scheduler)
 
 
 class DeepSpeedAttached(Attached):
@@ -97,8 +107,14 @@ class DeepSpeedAttached(Attached):
         self.holder = seat.holder
         self._optimizer = seat.optimizer
         self._rates = ExitStack()
+        self._is_stepped = False
         self._listen(engine)
         seat.hook(self, engine)
+        self.when_rolled_back(partial(_set_steps_back, engine))
+        if self.holder is not None:
+            inner = _scheduler_of(engine)  # its step is part of the guarded one
+            self._followers = tuple(s for s in self._followers if s is not inner)
+            self.replace(engine, "step", self._around_engine_step)
 
     # --------------------------------------------------------------------- replaced methods
 
@@ -171,7 +187,7 @@ class DeepSpeedAttached(Attached):
         if orders.skip_on_host:
             return True
         if overflowed:
-            self._judged = _marked_as_overflow(self._judged)
+            self._mark_as_overflow(self._judged)
         self._rates.enter_context(scaled_rates(self._optimizer, orders.lr_factor))
         return overflowed
 
@@ -184,8 +200,14 @@ class DeepSpeedAttached(Attached):
         judged = self._judged
         if judged is None or float(judged.verdict.grad_norm) < SHORT_FROM:
             return False
-        self._judged = _marked_as_overflow(judged)
+        self._mark_as_overflow(judged)
         return True
+
+    def _mark_as_overflow(self, judged: Judged) -> None:
+        """Mark a step that DeepSpeed skips because its own norm, in float32, overflows."""
+        verdict = self._parts.as_overflow(judged.verdict)
+        orders = judged.orders._replace(bad=verdict.bad)
+        self._judged = judged._replace(verdict=verdict, orders=orders)
 
     @property
     def overflow_agreed(self) -> bool:
@@ -193,18 +215,32 @@ class DeepSpeedAttached(Attached):
         return self._judged is not None and bool(self._judged.verdict.overflow.item())
 
     def around_step(self, real: Any) -> Any:
-        """Return DeepSpeed's optimizer step, followed by the end of the guarded step."""
+        """Return DeepSpeed's optimizer step at the rates of the verdict."""
 
         def ours(*args: Any, **kwargs: Any) -> Any:
             if self._closed:
                 return real(*args, **kwargs)
             if self._run.halted is not None:
                 raise self._run.halted
+            self._is_stepped = True
             try:
-                result = real(*args, **kwargs)
+                return real(*args, **kwargs)
             finally:
                 self._rates.close()
-            self._end_step()
+
+        return ours
+
+    def _around_engine_step(self, real: Any) -> Any:
+        """Return the engine's step, followed by the end of the guarded step.
+
+        Snapshots and rollbacks come after the engine's schedule and numbers of the step.
+        """
+
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            result = real(*args, **kwargs)
+            if self._is_stepped and not self._closed:
+                self._is_stepped = False
+                self._end_step()
             return result
 
         return ours
@@ -226,12 +262,9 @@ class DeepSpeedAttached(Attached):
         self._run.faults.count("unguarded_step", error)
 
 
-def _marked_as_overflow(judged: Judged) -> Judged:
-    """Return the step marked as overflow: DeepSpeed skips it, since its float32 norm overflows."""
-    verdict = judged.verdict
-    bad = torch.ones_like(verdict.bad)
-    verdict = verdict._replace(bad=bad, overflow=bad, bits=verdict.bits + OVERFLOW)
-    return judged._replace(verdict=verdict, orders=judged.orders._replace(bad=bad))
+def _set_steps_back(engine: Any, num: int) -> None:
+    """Set the step of a DeepSpeed engine back; its samples move on with the data."""
+    engine.global_steps -= num
 
 
 # -------------------------------------------------------------------- hooks of the optimizers
@@ -349,6 +382,12 @@ def _engine_hook_of(engine: Any) -> _EngineHook:
         return _EngineHook(outer, _hook_plain, scaler=scaler)
     holder, hook = _SEATS[type(outer).__name__]
     return _EngineHook(outer.optimizer, hook, holder(engine))
+
+
+def _plain_optimizer(engine: Any) -> Any:
+    """Return the optimizer inside a DeepSpeed engine's wrapper; None without one."""
+    outer = getattr(engine, "optimizer", None)
+    return getattr(outer, "optimizer", outer)
 
 
 # ------------------------------------------------------------------------------------- refusals

@@ -7,8 +7,8 @@ once (``trainer_hooks.tensors.gradients``).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainer_hooks.guard.optimizers import OptimizerGuard
 from trainer_hooks.ranks import Ranks
+from trainer_hooks.recovery.state import HostState, TrainingState
 from trainer_hooks.tensors.gradients import GradNorms, Piece, clean_name
 from trainer_hooks.tensors.optimizer_state import nonfinite_count
 
@@ -41,6 +42,7 @@ class DeepSpeedAdapter(ABC):
     """
 
     def __init__(self, engine: Any) -> None:
+        self.engine = engine
         self.zero: Any = engine.optimizer
         self.device = torch.device(engine.device)
         self.names = {id(p): clean_name(n) for n, p in engine.module.named_parameters()}
@@ -64,7 +66,7 @@ class DeepSpeedAdapter(ABC):
 
     @property
     def scaler(self) -> Any:
-        """Return the object of DeepSpeed that holds the loss scale."""
+        """Return the object of DeepSpeed that holds the loss scale; None without one."""
         return self.zero.loss_scaler
 
     @property
@@ -113,6 +115,10 @@ class DeepSpeedAdapter(ABC):
         if self.dtype != torch.float16:
             return None
         return torch.full((), self._own_scale, dtype=torch.float64, device=self.device)
+
+    def training_state(self, *args: Any, **kwargs: Any) -> TrainingState:
+        """Return the engine's state to snapshot; arguments as for ``TrainingState``."""
+        return EngineState(self, *args, **kwargs)
 
     def name_of(self, param: Tensor, group: int, index: int) -> str:
         """Return the user's name of a parameter, otherwise its group and index."""
@@ -214,12 +220,32 @@ class ZeroThree(DeepSpeedAdapter):
         rank = dist.get_rank(zero.dp_process_group)
         for name, i, j, param in self._trainable_params():
             averaged = zero.averaged_gradients.get(i)
-            size = param.partition_numel()
-            real = min(size, max(0, param.ds_numel - rank * size))
-            _, at, _ = zero.grad_position[zero.get_param_id(param)]
+            at, real = self.place_of(param)
             weight = zero.fp32_partitioned_groups_flat[i].narrow(0, at, real)
             grad = None if averaged is None else averaged[j].reshape(-1).narrow(0, 0, real)
-            yield ParamPartition(name, (rank * size,), grad, weight)
+            yield ParamPartition(name, (rank * param.partition_numel(),), grad, weight)
+
+    def place_of(self, param: Any) -> tuple[int, int]:
+        """Return the start of a parameter's piece in its flat group, and its size unpadded."""
+        _, at, _ = self.zero.grad_position[self.zero.get_param_id(param)]
+        return at, self.unpadded_size(param)
+
+    def unpadded_size(self, param: Any) -> int:
+        """Return the number of elements of ZeRO 3's parameter that this rank holds."""
+        size = param.partition_numel()
+        rank = dist.get_rank(self.zero.dp_process_group)
+        return int(min(size, max(0, param.ds_numel - rank * size)))
+
+    def training_state(self, *args: Any, **kwargs: Any) -> TrainingState:
+        """Return the pieces of ZeRO 3 to snapshot; arguments as for ``TrainingState``."""
+        return ZeroThreeState(self, *args, **kwargs)
+
+    def trained_by_group(self) -> dict[int, list[tuple[str, Any]]]:
+        """Return name and parameter of each that ZeRO 3 trains, by its flat group."""
+        groups: dict[int, list[tuple[str, Any]]] = {}
+        for name, i, _, param in self._trainable_params():
+            groups.setdefault(i, []).append((name, param))
+        return groups
 
     def _trainable_params(self) -> Iterator[tuple[str, int, int, Any]]:
         """Yield name, group, index and parameter of each that ZeRO 3 trains."""
@@ -227,6 +253,90 @@ class ZeroThree(DeepSpeedAdapter):
             for j, param in enumerate(group):
                 if param.requires_grad:
                     yield self.name_of(param, i, j), i, j, param
+
+
+class EngineState(TrainingState):
+    """The state of a DeepSpeed engine, with its loss scale and the number of skipped steps.
+
+    Weights in the optimizer's precision are parameters of the inner optimizer, outside the model.
+    """
+
+    _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+    def __init__(self, holder: Any, *args: Any, **kwargs: Any) -> None:
+        self._holder = holder
+        super().__init__(*args, **kwargs)
+
+    def host_state(self) -> HostState:
+        """Return what is not a live tensor, with the numbers of the engine."""
+        scaler, engine = self._holder.scaler, self._holder.engine
+        numbers = {
+            "scale": {name: getattr(scaler, name) for name in self._SCALE if hasattr(scaler, name)},
+            "skipped_steps": engine.skipped_steps,
+            "overflow": self._holder.zero.overflow,
+        }
+        return super().host_state() | {"engine": numbers}
+
+    def load_host_state(self, host: HostState, *, rng: bool = True) -> None:
+        """Restore what is not a live tensor, with the numbers of the engine."""
+        super().load_host_state(host, rng=rng)
+        engine = self._holder.engine
+        for name, value in host["engine"]["scale"].items():
+            setattr(self._holder.scaler, name, value)
+        engine.skipped_steps = host["engine"]["skipped_steps"]
+        # The step that rolls back was skipped, and a loop's scheduler waits for such steps.
+        self._holder.zero.overflow = host["engine"]["overflow"]
+
+
+class ZeroThreeState(EngineState):
+    """This rank's pieces of all parameters under ZeRO 3, without their padding.
+
+    Nothing ever sets the padding, so it may be NaN. ``master.<parameter>`` is the piece that the
+    optimizer updates, and ``model.<parameter>`` the one that forwards gather.
+    """
+
+    def _look_up_parameters(self) -> None:
+        """Find the pieces; the optimizer has them only within its step."""
+        holder = self._holder
+        named: Iterator[tuple[str, Any]] = self._model.named_parameters()
+        parameters = {clean_name(name): param for name, param in named}
+        trained = {name for name in holder.parameter_names() if name in parameters}
+        self._masters = {f"master.{part.name}": part.weight for part in holder.partitions()}
+        pieces = {
+            name: param.ds_tensor.view(-1).narrow(0, 0, holder.unpadded_size(param))
+            for name, param in parameters.items()
+        }
+        self._params = pieces | self._masters
+        self._names = {id(param): name for name, param in self._params.items()}
+        self._trained = frozenset(f"model.{name}" for name in trained | set(self._masters))
+
+    def _named_params(self, i: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the pieces that the optimizer updates, and its flat groups, which have no piece."""
+        yield from ((name.removeprefix("master."), p) for name, p in self._masters.items())
+        flats = self._holder.zero.fp32_partitioned_groups_flat
+        yield from ((f"flat{number}", flats[number]) for number in self._holder.trained_by_group())
+
+    def _moments(self) -> Iterator[tuple[str, int, dict[str, Any], str]]:
+        """Yield the optimizer's state: by piece, and what a flat group has only once."""
+        holder = self._holder
+        for number, params in holder.trained_by_group().items():
+            flat = holder.zero.fp32_partitioned_groups_flat[number]
+            state: Mapping[str, Any] = self._optimizers[0].state.get(flat, {})
+            for key, value in state.items():
+                if not isinstance(value, Tensor):
+                    continue
+                if value.numel() != flat.numel():
+                    yield f"optim.0.flat{number}.{key}", 0, cast(dict[str, Any], state), key
+                    continue
+                for name, param in params:
+                    piece = value.view(-1).narrow(0, *holder.place_of(param))
+                    yield f"optim.0.{name}.{key}", 0, {key: piece}, key
+
+    def load_host_state(self, host: HostState, *, rng: bool = True) -> None:
+        """Restore the rest, and gather again the small parameters that stay whole. Collective."""
+        super().load_host_state(host, rng=rng)
+        self._holder.zero.checkpoint_event_prologue()
+        self._holder.zero.checkpoint_event_epilogue()
 
 
 class _ReplicatedAdapter(DeepSpeedAdapter):
@@ -297,6 +407,11 @@ class Bfloat16Adapter(_ReplicatedAdapter):
     def dtype(self) -> torch.dtype:
         """Return the dtype in which DeepSpeed's bfloat16 model computes."""
         return torch.bfloat16
+
+    @property
+    def scaler(self) -> Any:
+        """Return None: DeepSpeed's bfloat16 optimizer has no loss scale."""
+        return None
 
     @property
     def own_scale(self) -> float:

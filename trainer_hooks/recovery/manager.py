@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 import msgspec
 import torch
 from msgspec.structs import replace
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer_hooks.exchange.device import DeviceParts
 from trainer_hooks.exchange.emit import Emitter
@@ -942,13 +942,12 @@ class RecoveryManager:
         cls,
         settings: CheckpointSettings,
         *,
-        model: nn.Module,
         device: DeviceParts,
         ranks: Ranks,
         plan: PlanJournal,
         emitter: Emitter,
         clock: Clock,
-        state: TrainingState | None = None,
+        state: TrainingState,
         replicas: Replicas | None = None,
         keep_evaluated: bool = False,
         is_on_disk: bool = True,
@@ -961,10 +960,6 @@ class RecoveryManager:
         """
         from trainer_hooks.agreement import RankAgreement
 
-        state = state or TrainingState(
-            model, device.optimizers, device.schedulers, scaler=device.scaler, extra=device.extra,
-            owns_step=is_on_disk,
-        )  # fmt: skip
         lag = device.readback.lag
         interval = settings.snapshot_every or kept_steps(
             healthy_after=settings.healthy_after, lag=lag

@@ -45,6 +45,7 @@ from trainvitals.auto_clip import MaxNorm, refuse_max_norm
 from trainvitals.detect import Limits
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
+from trainvitals.records import OVERFLOW
 
 _NO_CLIP = 10.0
 """Multiple of the norm's limit from which a clip has no effect on an outlier."""
@@ -418,6 +419,14 @@ class StepPhases:
         pack = self._device.packer.pack
         is_bad, *self._read = torch.cat((bad[None], pack, *verdict.derived())).tolist()
         return bool(is_bad)
+
+    def as_overflow(self, verdict: Verdict) -> Verdict:
+        """Return the verdict, also in the row, of a step that an engine skips as an overflow."""
+        bad = torch.ones_like(verdict.bad)
+        verdict = verdict._replace(bad=bad, overflow=bad, bits=verdict.bits + OVERFLOW)
+        if self._read is not None:
+            self._read[-3] = float(verdict.bits)  # before loss and norm, as in _host_figures
+        return verdict
 
     def _host_figures(self, verdict: Verdict) -> list[float]:
         """Return the vector and the figures of a verdict of the host, as they are read back."""

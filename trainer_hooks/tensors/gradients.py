@@ -43,8 +43,11 @@ Piece = tuple[tuple[int, ...], tuple[int, ...]]
 
 Shard = tuple[str, Piece]
 
-_EXPERT = -1
-"""First number of the position of an expert's parameter, before the ranks that train it."""
+_EXPERT = -2
+"""First number of the position of an expert's parameter, before the ranks that train it.
+
+No other position starts so: that of a piece that a rank does not hold starts with -1.
+"""
 
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
 

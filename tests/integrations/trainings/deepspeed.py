@@ -57,7 +57,7 @@ def make_engine(script: Script, config: Config, *, groups: int = 1) -> Any:
     engine, *_ = deepspeed.initialize(
         model=net,
         optimizer=optimizer,
-        lr_scheduler=script.schedule(optimizer),
+        lr_scheduler=None if "scheduler" in config else script.schedule(optimizer),
         config={
             "train_micro_batch_size_per_gpu": BATCH,
             "gradient_clipping": MAX_NORM,
