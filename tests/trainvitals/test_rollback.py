@@ -119,7 +119,9 @@ def test_what_reads_worse_soon_after_an_earlier_question_may_be_forgetting_too()
     assert "rollback" == run.feed("outlier")[-1].action
 
 
-@pytest.mark.parametrize(("recent", "is_damage"), [(18.0, True), (16.0, True), (9.0, False)])
+@pytest.mark.parametrize(
+    ("recent", "is_damage"), [(25.0, True), (18.0, True), (16.0, True), (30.0, False), (9.0, False)]
+)
 def test_what_the_latest_steps_show_as_well_is_damage_and_not_forgetting(recent, is_damage):
     """The first question comes too late to tell them apart; another one follows by itself."""
     run = Run(probe=reads(9.0), finding="divergence", onset=-12)

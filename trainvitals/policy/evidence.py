@@ -165,8 +165,8 @@ _MIN_UNDONE_RATIO = 1.25
 """Minimum ratio at which lost progress counts as damage."""
 _MIN_UNDONE = 0.1
 """Least lost share of the progress: on memorized data one large step raises the loss 3.5 times."""
-_LOST, _AS_BAD = 0.25, 0.8
-"""Lost share of the progress, and its part in the latest losses: at most 0.4 if forgotten."""
+_LOST, _AS_BAD = 0.25, (0.8, 1.5)
+"""Lost share of the progress, and its part in the latest losses: at most 0.65 if forgotten."""
 _UNCLIPPED = 1.5
 """Multiple of the share of lost progress without a clip: healthy states spike higher there."""
 _ONSET_TOLERANCE = 8
@@ -255,7 +255,7 @@ def is_lost_everywhere(now: float, then: float, onset: int, context: DecisionCon
     trend, rise = context.loss_trend(), now - then
     if context.record.step - onset < LATE_STEPS or rise <= max(_LOST * (trend.first - then), 0.0):
         return False
-    return _AS_BAD <= (trend.recent - then) / rise <= 1.0 / _AS_BAD
+    return _AS_BAD[0] <= (trend.recent - then) / rise <= _AS_BAD[1]
 
 
 def describe_damage(read: StateRead) -> str:
