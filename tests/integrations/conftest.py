@@ -4,6 +4,8 @@ import importlib.util
 import json
 import os
 import sys
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}  # read at the import
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -3,13 +3,11 @@
 Models and tokenizers are made here, nothing is downloaded. PPO left TRL before 1.16.
 """
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}  # read at the import
 pytest.importorskip("transformers", reason="not installed: transformers")
 pytest.importorskip("trl", reason="not installed: trl")
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("own_place")]
