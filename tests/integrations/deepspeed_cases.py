@@ -30,6 +30,8 @@ from trainer_hooks.integrations.deepspeed import attach
 from trainvitals.errors import TrainingHalted, UsageError
 
 NAN = float("nan")
+HEALED, DAMAGED_AT = 75, 60
+"""Steps of a run that goes back, and the step of the damage: snapshots at 0 and about 30."""
 WARM = 18
 """Steps after which the finite rules know the run."""
 
@@ -50,11 +52,21 @@ KINDS = {
 }
 
 WARM_UP_RATES = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-4, "warmup_num_steps": 90}}
-OWN_SCHEDULES = {
-    "no ZeRO, warm-up": {"scheduler": WARM_UP_RATES},
-    "ZeRO 2, warm-up": stage(2, scheduler=WARM_UP_RATES),
+SGD = {"type": "SGD", "params": {"lr": 1e-4, "momentum": 0.9, "dampening": 0.5}}
+"""Its state does not start from zeros."""
+HEALED_KINDS: dict[str, dict[str, Any]] = {
+    **{name: {"config": config} for name, config in KINDS.items()},
+    "no ZeRO, warm-up": {"config": {"scheduler": WARM_UP_RATES}},
+    "ZeRO 2, warm-up": {"config": stage(2, scheduler=WARM_UP_RATES)},
+    "no ZeRO, early": {"config": {}, "at": 5},
+    "ZeRO 2, early": {"config": stage(2), "at": 5},
+    "ZeRO 3, SGD, early": {
+        "config": stage(3, optimizer=SGD, zero_allow_untested_optimizer=True),
+        "at": 5,
+    },
+    "ZeRO 2, float16, model": {"config": stage(2, fp16=LOW), "masters": False},
 }
-"""With a schedule of DeepSpeed's own."""
+"""Also DeepSpeed's own schedules, early damage, and damage of the model's weights alone."""
 
 Fault = Callable[[Mapping[str, Tensor]], None]
 Seen = dict[str, Any]
@@ -298,12 +310,7 @@ def probed(script: Script, config: Any, *, gives: bool) -> Seen:
         return found | {"kind": kind}
 
 
-HEALED = 75
-"""Steps of a run that goes back: snapshots at 0 and about 30, damage after DAMAGED_AT."""
-DAMAGED_AT = 60
-
-
-def healed(script: Script, config: Any) -> Seen:
+def healed(script: Script, config: Any, *, at: int = DAMAGED_AT, masters: bool = True) -> Seen:
     """Write a NaN over a weight of rank 1, and compare what follows with a bare run's steps."""
     engine = make_engine(script, config)
     bare = [position(engine)]
@@ -314,15 +321,15 @@ def healed(script: Script, config: Any) -> Seen:
     with attach(engine, mode="heal") as attached:
         attached.when_rolled_back(rewound.append)
         for step in range(HEALED):
-            if step == DAMAGED_AT and script.rank == 1:
-                damage(engine)
+            if step == at and script.rank == 1:
+                damage(engine, masters=masters)
             steps(script, engine, 1, {})
-        at = attached.step_index
-    return {"rewound": rewound, "at": at, "bare": bare[at], "healed": position(engine)}
+        end = attached.step_index
+    return {"rewound": rewound, "at": end, "bare": bare[end], "healed": position(engine)}
 
 
-def damage(engine: Any) -> None:
-    """Write a NaN into the weights that this rank's optimizer updates, and into the model's."""
+def damage(engine: Any, *, masters: bool) -> None:
+    """Write a NaN into the weights that forwards use, and those that this rank updates."""
     outer = engine.optimizer
     held = getattr(outer, "fp32_partitioned_groups_flat", None)
     if held is None:
@@ -330,9 +337,10 @@ def damage(engine: Any) -> None:
             p for group in getattr(outer, "optimizer", outer).param_groups for p in group["params"]
         ]
     with torch.no_grad():
-        held[0].view(-1)[0] = NAN
+        if masters:
+            held[0].view(-1)[0] = NAN
         for param in engine.module.parameters():
-            param.view(-1)[:1] = NAN
+            getattr(param, "ds_tensor", param).view(-1)[:1] = NAN
 
 
 def position(engine: Any) -> list[float]:
@@ -412,10 +420,7 @@ CASES: dict[str, Callable[[Script], Seen]] = {
         for name in ("no ZeRO", "ZeRO 2")
         for what in ("probed", "not probed")
     },
-    **{
-        f"healed: {name}": partial(healed, config=config)
-        for name, config in (KINDS | OWN_SCHEDULES).items()
-    },
+    **{f"healed: {name}": partial(healed, **how) for name, how in HEALED_KINDS.items()},
     "probe under ZeRO 3": asked_under_3,
     "divided": divided,
     "logged": logged,

@@ -34,7 +34,7 @@ from trainvitals.records import (
 
 pytest.importorskip("deepspeed", reason="not installed: deepspeed", exc_type=ImportError)
 
-from tests.integrations.deepspeed_cases import HEALED, KINDS, OWN_SCHEDULES, WARM
+from tests.integrations.deepspeed_cases import HEALED, HEALED_KINDS, KINDS, WARM
 
 LAST = 96
 """Steps of ``engine_heal``."""
@@ -205,7 +205,7 @@ def test_an_overflow_lowers_the_loss_scale_on_all_ranks_and_a_spike_does_not(pla
         assert {128.0} == set(seen["scales"][1:])
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *OWN_SCHEDULES])
+@pytest.mark.parametrize("kind", HEALED_KINDS)
 def test_a_damaged_weight_of_rank_1_goes_back_on_both_and_the_training_goes_on_bit_for_bit(
     played, kind
 ):
@@ -214,7 +214,6 @@ def test_a_damaged_weight_of_rank_1_goes_back_on_both_and_the_training_goes_on_b
     for seen in ranks:
         (num,) = seen["rewound"]
         assert seen["at"] == HEALED - num
-        assert 20 <= num <= 60
         assert seen["bare"] == pytest.approx(seen["healed"], rel=0, abs=0, nan_ok=True)
         assert seen["at"] == seen["healed"][-2], "the engine counts its steps from there too"
     assert ranks[0]["rewound"] == ranks[1]["rewound"]

@@ -1,5 +1,6 @@
 """Finite evidence leads back once, within its cooldown, and never stops a run."""
 
+import itertools
 import math
 
 import pytest
@@ -108,28 +109,31 @@ def test_what_reads_worse_long_after_its_onset_may_be_forgetting_and_leads_nowhe
 
 def test_what_reads_worse_soon_after_an_earlier_question_may_be_forgetting_too():
     """New data: each later question finds more of the old data forgotten."""
-    ratios = iter([1.0, 6.5, 9.0, 9.0])
+    ratios = itertools.chain([1.0, 6.5], itertools.repeat(9.0))
     run = Run(probe=lambda ask: reads(next(ratios))(ask))
     assert {"skip_step"} == {d.action for d in run.feed("outlier")}
     run.feed(*("ok",) * 16)
     assert {"skip_step"} == {d.action for d in run.feed("outlier")}
     assert [] == run.feed(*("ok",) * 32)  # it asks once more by itself
     assert ["sound", "state", "state"] == [read.verdict for read in run.readings]
+    assert [] == run.feed(*("ok",) * 40)  # and again every 8 steps, for 32
+    assert ["state"] * 4 == [read.verdict for read in run.readings[3:]]
     run.feed(*("ok",) * 100)
     assert "rollback" == run.feed("outlier")[-1].action
 
 
 @pytest.mark.parametrize(
-    ("recent", "is_damage"), [(25.0, True), (18.0, True), (16.0, True), (30.0, False), (9.0, False)]
+    ("recent", "is_damage"), [(30.0, True), (18.0, True), (16.0, True), (40.0, False), (9.0, False)]
 )
 def test_what_the_latest_steps_show_as_well_is_damage_and_not_forgetting(recent, is_damage):
-    """The first question comes too late to tell them apart; another one follows by itself."""
+    """The first question comes too late to tell them apart; others follow by themselves."""
     run = Run(probe=reads(9.0), finding="divergence", onset=-12)
     run.trend = LossTrend(2.0, 0.1, 3.0, 0.0, recent)
     assert [] == run.feed("reported")
     made = run.feed(*("ok",) * 40)
-    assert ["state", "state"] == [read.verdict for read in run.readings]
-    assert [run.readings[0].onset_step] * 2 == [read.onset_step for read in run.readings]
+    num = 2 if is_damage else 4
+    assert ["state"] * num == [read.verdict for read in run.readings]
+    assert [run.readings[0].onset_step] * num == [read.onset_step for read in run.readings]
     assert (["rollback"] if is_damage else []) == [d.action for d in made]
 
 

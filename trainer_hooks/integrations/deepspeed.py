@@ -11,9 +11,8 @@ verdict replaces the result of the check.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, NamedTuple, Unpack, cast
 
 from torch.optim import Optimizer
@@ -33,6 +32,7 @@ from trainer_hooks.integrations.framework import (
 from trainer_hooks.integrations.zero import (
     Bfloat16Adapter,
     DeepSpeedAdapter,
+    EngineNumbers,
     HalfPrecisionAdapter,
     ZeroThree,
     ZeroTwo,
@@ -62,6 +62,8 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
     stepped = as_list(_scheduler_of(engine))
     stepped += [s for s in as_list(options.get("schedulers")) if s not in stepped]
     schedulers, state = split_schedulers(stepped, options.get("state"))
+    if seat is not None and isinstance(state or {}, Mapping):
+        state = {"deepspeed.engine": EngineNumbers(engine, seat.holder), **(state or {})}
     arguments = WatchArguments(
         model=getattr(engine, "module", engine),
         optimizers=tuple(as_list(_plain_optimizer(engine) if seat is None else seat.optimizer)),
@@ -108,9 +110,9 @@ class DeepSpeedAttached(Attached):
         self._optimizer = seat.optimizer
         self._rates = ExitStack()
         self._is_stepped = False
+        self._engine = engine
         self._listen(engine)
         seat.hook(self, engine)
-        self.when_rolled_back(partial(_set_steps_back, engine))
         if self.holder is not None:
             inner = _scheduler_of(engine)  # its step is part of the guarded one
             self._followers = tuple(s for s in self._followers if s is not inner)
@@ -147,7 +149,18 @@ class DeepSpeedAttached(Attached):
 
             return ours
 
+        def load_checkpoint(real: Any) -> Any:
+            def ours(*args: Any, **kwargs: Any) -> Any:
+                result = real(*args, **kwargs)
+                if self.step_index and not self._closed:
+                    self.expect("engine.load_checkpoint() was called")
+                return result
+
+            return ours
+
         self.replace(engine, "backward", backward)
+        if hasattr(engine, "load_checkpoint"):
+            self.replace(engine, "load_checkpoint", load_checkpoint)
         if getattr(engine, "monitor", None) is not None:
             self.replace(engine.monitor, "write_events", write_events)
 
@@ -245,6 +258,12 @@ class DeepSpeedAttached(Attached):
 
         return ours
 
+    def _fit_what_follows(self, *, is_before_step: bool) -> None:
+        """Fit also the step that an engine counts after its plain optimizer's step."""
+        super()._fit_what_follows(is_before_step=is_before_step)
+        if is_before_step and self.holder is None:
+            self._engine.global_steps -= 1
+
     def _end_step(self) -> None:
         """Finish the engine's step that was judged."""
         judged, self._judged = self._judged, None
@@ -260,11 +279,6 @@ class DeepSpeedAttached(Attached):
         if self._step == self._first_step:
             raise error
         self._run.faults.count("unguarded_step", error)
-
-
-def _set_steps_back(engine: Any, num: int) -> None:
-    """Set the step of a DeepSpeed engine back; its samples move on with the data."""
-    engine.global_steps -= num
 
 
 # -------------------------------------------------------------------- hooks of the optimizers

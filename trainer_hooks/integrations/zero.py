@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -117,8 +117,19 @@ class DeepSpeedAdapter(ABC):
         return torch.full((), self._own_scale, dtype=torch.float64, device=self.device)
 
     def training_state(self, *args: Any, **kwargs: Any) -> TrainingState:
-        """Return the engine's state to snapshot; arguments as for ``TrainingState``."""
-        return EngineState(self, *args, **kwargs)
+        """Return the engine's state to snapshot; arguments as for ``TrainingState``.
+
+        Weights in the optimizer's precision are parameters of the inner optimizer.
+        """
+        return TrainingState(*args, **kwargs)
+
+    def model_weights(self) -> dict[str, Tensor]:
+        """Return the weights that forwards of DeepSpeed's model use, as far as this rank has them.
+
+        Those that the optimizer updates may be others, in another precision.
+        """
+        named = self.engine.module.named_parameters()
+        return {clean_name(name): param.detach() for name, param in named}
 
     def name_of(self, param: Tensor, group: int, index: int) -> str:
         """Return the user's name of a parameter, otherwise its group and index."""
@@ -174,7 +185,14 @@ class DeepSpeedNorms(GradNorms):
     def nonfinite_parameters(self) -> Tensor:
         """Return the number of parts with a NaN or Inf, on the device; does not wait."""
         with torch.no_grad():
-            return nonfinite_count(self.local_parameters(), self.device)
+            parts = [*self.local_parameters(), *self._holder.model_weights().values()]
+            return nonfinite_count(parts, self.device)
+
+    def nonfinite_names(self) -> list[str]:
+        """Return the names of parts with a NaN or Inf; waits for the device."""
+        weights = self._holder.model_weights().items()
+        bad = [name for name, part in weights if nonfinite_count([part], self.device).item()]
+        return list(dict.fromkeys([*super().nonfinite_names(), *bad]))
 
 
 class ZeroTwo(DeepSpeedAdapter):
@@ -240,6 +258,13 @@ class ZeroThree(DeepSpeedAdapter):
         """Return the pieces of ZeRO 3 to snapshot; arguments as for ``TrainingState``."""
         return ZeroThreeState(self, *args, **kwargs)
 
+    def model_weights(self) -> dict[str, Tensor]:
+        """Return this rank's pieces of the weights that forwards gather, without padding."""
+        return {
+            clean_name(name): param.ds_tensor.view(-1).narrow(0, 0, self.unpadded_size(param))
+            for name, param in self.engine.module.named_parameters()
+        }
+
     def trained_by_group(self) -> dict[int, list[tuple[str, Any]]]:
         """Return name and parameter of each that ZeRO 3 trains, by its flat group."""
         groups: dict[int, list[tuple[str, Any]]] = {}
@@ -255,60 +280,66 @@ class ZeroThree(DeepSpeedAdapter):
                     yield self.name_of(param, i, j), i, j, param
 
 
-class EngineState(TrainingState):
-    """The state of a DeepSpeed engine, with its loss scale and the number of skipped steps.
+class EngineNumbers:
+    """Numbers of a DeepSpeed engine to snapshot: of its steps, and of its loss scale."""
 
-    Weights in the optimizer's precision are parameters of the inner optimizer, outside the model.
-    """
+    _OF_ENGINE = ("global_steps", "skipped_steps")
+    _OF_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
-    _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+    def __init__(self, engine: Any, holder: DeepSpeedAdapter | None) -> None:
+        self._owners: list[tuple[Any, tuple[str, ...]]] = [(engine, self._OF_ENGINE)]
+        if holder is not None:
+            # A step that rolls back was skipped, and a loop's scheduler waits for such steps.
+            self._owners += [(holder.scaler, self._OF_SCALE), (holder.zero, ("overflow",))]
 
-    def __init__(self, holder: Any, *args: Any, **kwargs: Any) -> None:
-        self._holder = holder
-        super().__init__(*args, **kwargs)
-
-    def host_state(self) -> HostState:
-        """Return what is not a live tensor, with the numbers of the engine."""
-        scaler, engine = self._holder.scaler, self._holder.engine
-        numbers = {
-            "scale": {name: getattr(scaler, name) for name in self._SCALE if hasattr(scaler, name)},
-            "skipped_steps": engine.skipped_steps,
-            "overflow": self._holder.zero.overflow,
+    def state_dict(self) -> dict[str, Any]:
+        """Return the engine's numbers by name."""
+        return {
+            name: getattr(owner, name)
+            for owner, names in self._owners
+            for name in names
+            if hasattr(owner, name)
         }
-        return super().host_state() | {"engine": numbers}
 
-    def load_host_state(self, host: HostState, *, rng: bool = True) -> None:
-        """Restore what is not a live tensor, with the numbers of the engine."""
-        super().load_host_state(host, rng=rng)
-        engine = self._holder.engine
-        for name, value in host["engine"]["scale"].items():
-            setattr(self._holder.scaler, name, value)
-        engine.skipped_steps = host["engine"]["skipped_steps"]
-        # The step that rolls back was skipped, and a loop's scheduler waits for such steps.
-        self._holder.zero.overflow = host["engine"]["overflow"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the engine's numbers back."""
+        for owner, names in self._owners:
+            for name in names:
+                if name in state:
+                    setattr(owner, name, state[name])
 
 
-class ZeroThreeState(EngineState):
+class _PieceState(dict[str, Any]):
+    """A piece of a flat group's optimizer state; clearing it clears that of the group."""
+
+    def __init__(self, whole: dict[str, Any], key: str, piece: Tensor) -> None:
+        super().__init__({key: piece})
+        self._whole = whole
+
+    def clear(self) -> None:
+        """Clear the optimizer state of the whole flat group."""
+        self._whole.clear()
+
+
+class ZeroThreeState(TrainingState):
     """This rank's pieces of all parameters under ZeRO 3, without their padding.
 
     Nothing ever sets the padding, so it may be NaN. ``master.<parameter>`` is the piece that the
     optimizer updates, and ``model.<parameter>`` the one that forwards gather.
     """
 
+    def __init__(self, holder: ZeroThree, *args: Any, **kwargs: Any) -> None:
+        self._holder = holder
+        super().__init__(*args, **kwargs)
+
     def _look_up_parameters(self) -> None:
         """Find the pieces; the optimizer has them only within its step."""
-        holder = self._holder
-        named: Iterator[tuple[str, Any]] = self._model.named_parameters()
-        parameters = {clean_name(name): param for name, param in named}
-        trained = {name for name in holder.parameter_names() if name in parameters}
-        self._masters = {f"master.{part.name}": part.weight for part in holder.partitions()}
-        pieces = {
-            name: param.ds_tensor.view(-1).narrow(0, 0, holder.unpadded_size(param))
-            for name, param in parameters.items()
-        }
-        self._params = pieces | self._masters
+        weights = self._holder.model_weights()
+        trained = weights.keys() & set(self._holder.parameter_names())
+        self._masters = {f"master.{part.name}": part.weight for part in self._holder.partitions()}
+        self._params = weights | self._masters
         self._names = {id(param): name for name, param in self._params.items()}
-        self._trained = frozenset(f"model.{name}" for name in trained | set(self._masters))
+        self._trained = frozenset(f"model.{name}" for name in trained | self._masters.keys())
 
     def _named_params(self, i: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the pieces that the optimizer updates, and its flat groups, which have no piece."""
@@ -321,16 +352,16 @@ class ZeroThreeState(EngineState):
         holder = self._holder
         for number, params in holder.trained_by_group().items():
             flat = holder.zero.fp32_partitioned_groups_flat[number]
-            state: Mapping[str, Any] = self._optimizers[0].state.get(flat, {})
+            state: dict[str, Any] = self._optimizers[0].state.get(flat, {})
             for key, value in state.items():
                 if not isinstance(value, Tensor):
                     continue
-                if value.numel() != flat.numel():
-                    yield f"optim.0.flat{number}.{key}", 0, cast(dict[str, Any], state), key
+                if value.shape != flat.shape:
+                    yield f"optim.0.flat{number}.{key}", 0, state, key
                     continue
                 for name, param in params:
                     piece = value.view(-1).narrow(0, *holder.place_of(param))
-                    yield f"optim.0.{name}.{key}", 0, {key: piece}, key
+                    yield f"optim.0.{name}.{key}", 0, _PieceState(state, key, piece), key
 
     def load_host_state(self, host: HostState, *, rng: bool = True) -> None:
         """Restore the rest, and gather again the small parameters that stay whole. Collective."""

@@ -345,19 +345,19 @@ def _probe_findings(
     # A state that was asked about shortly before has had more updates on the new data since.
     asks = (step - clock + t for t in times if clock - t <= 4 * config.ask_pause)
     since = min([since, *(ask for ask in asks if ask >= state.first_step)])
-    is_near = is_near_jump(state, onset, context)
-    pause_ends = times[-1] + _LEVEL_STEPS if is_near and times else next_probe_clock(state, config)
-    if clock < pause_ends and not is_late:
+    is_soon = is_late or is_near_jump(state, onset, context)
+    pause_ends = times[-1] + _LEVEL_STEPS if is_soon and times else next_probe_clock(state, config)
+    if clock < pause_ends:
         return result
     read = run_probe(state, trigger, onset, context)
     if read is None:
         return result
-    state = replace(state, asked=(*times, clock))
+    state = replace(state, asked=(*(times[:-1] if is_late else times), clock))
     if read.verdict != "abstained":
         state = replace(state, passes_until=clock + config.ask_pause)
     is_bad = read.verdict == "state"
     is_proven = is_bad and proves_damage(read, since, state, context)
-    is_suspected = is_bad and not is_proven and step - onset < LATE_STEPS
+    is_suspected = is_bad and not is_proven and step - onset < 2 * LATE_STEPS
     state = replace(state, suspected=onset if is_suspected else -1)
     result = result._replace(state=state, readings=(*result.readings, read))
     if not is_proven:

@@ -165,7 +165,7 @@ _MIN_UNDONE_RATIO = 1.25
 """Minimum ratio at which lost progress counts as damage."""
 _MIN_UNDONE = 0.1
 """Least lost share of the progress: on memorized data one large step raises the loss 3.5 times."""
-_LOST, _AS_BAD = 0.25, (0.8, 1.5)
+_LOST, _AS_BAD = 0.25, (0.8, 2.0)
 """Lost share of the progress, and its part in the latest losses: at most 0.65 if forgotten."""
 _UNCLIPPED = 1.5
 """Multiple of the share of lost progress without a clip: healthy states spike higher there."""

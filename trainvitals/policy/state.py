@@ -557,8 +557,8 @@ def outliers_around(state: PolicyState, step: int) -> tuple[Outlier, ...]:
 def next_probe_clock(state: PolicyState, config: PolicyConfig) -> int:
     """Return when, on the policy's clock, the probe may run again for finite values.
 
-    The pause doubles with each query in the window: 16, 32, 64 ... steps. With those about a
-    suspicion, which do not wait for it, there are at most eight queries in 1,000 steps.
+    The pause doubles with each query in the window: 16, 32, 64 ... steps. Those about a suspicion,
+    every 8 steps for 32, neither wait for it nor make it longer.
     """
     times = within_window(state.asked, state.facts.clock, config)
     return times[-1] + (config.ask_pause << (len(times) - 1)) if times else 0

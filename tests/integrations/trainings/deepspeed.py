@@ -53,11 +53,13 @@ def make_engine(script: Script, config: Config, *, groups: int = 1) -> Any:
     without_builds()
     deepspeed.init_distributed("gloo", verbose=False)
     net = script.net()
-    optimizer = script.optimizer(groups_of(net, groups))
+    is_own = "optimizer" in config
+    optimizer = None if is_own else script.optimizer(groups_of(net, groups))
     engine, *_ = deepspeed.initialize(
         model=net,
         optimizer=optimizer,
-        lr_scheduler=None if "scheduler" in config else script.schedule(optimizer),
+        model_parameters=groups_of(net, groups) if is_own else None,
+        lr_scheduler=None if is_own or "scheduler" in config else script.schedule(optimizer),
         config={
             "train_micro_batch_size_per_gpu": BATCH,
             "gradient_clipping": MAX_NORM,
