@@ -207,8 +207,8 @@ def test_a_trainer_that_does_not_clip_has_its_norm_known(tmp_path):
     trainer, seen, _ = make(tmp_path, max_grad_norm=0)
     trainer.train()
     found = journal(tmp_path)
-    expected = [pytest.approx(log["grad_norm"]) for log in seen.logs[:-1]]
-    assert expected == list(found.steps("grad_norm").values())
+    logged = [log["grad_norm"] for log in seen.logs if "grad_norm" in log]  # none in version 5.0
+    assert [pytest.approx(norm) for norm in logged] == list(found.steps("grad_norm").values())
     assert found.steps("grad_norm_clipped") == found.steps("grad_norm")
 
 
