@@ -13,8 +13,6 @@ from torch.optim.lr_scheduler import LambdaLR
 import trainer_hooks
 from tests.support.watched import assert_same, own_place  # noqa: F401
 from tests.trainer_hooks.measures.journal import Journal
-from trainer_hooks.arguments import WatchArguments
-from trainer_hooks.ranks import Ranks
 from trainvitals.errors import TrainingHalted, UsageError
 from trainvitals.records import AttemptStarted, DecisionMade
 
@@ -229,20 +227,6 @@ def test_off_counts_its_updates():
         while attached.step_index < 3:
             loop.loss_of(torch.ones(4, 6)).backward()
             loop.optimizer.step()
-
-
-def test_an_engine_that_keeps_the_state_is_refused_with_the_way_out():
-    loop = Loop()
-    unused = dict.fromkeys(
-        ("run", "scaler", "dir", "tokens_per_step", "config", "state", "signals"), None
-    )
-    arguments = WatchArguments(
-        model=loop.model, optimizers=(loop.optimizer,), mode="heal", tags=(), engine=object(),
-        owns_step=False, **unused,
-    )  # fmt: skip
-    with pytest.raises(UsageError, match="engine keeps the weights") as caught:
-        arguments.agreed_mode(Ranks.join(), {})
-    assert "mode='guard'" in caught.value.hint
 
 
 def test_sigterm_saves_nothing_because_the_loop_has_its_own_checkpoints():
