@@ -308,38 +308,6 @@ def _open_emitter(
     )
 
 
-def _build_recovery(
-    arguments: WatchArguments,
-    ranks: Ranks,
-    device: DeviceParts,
-    run_paths: RunPaths,
-    plan: PlanJournal,
-    emitter: Emitter,
-    clock: Clock,
-    state: TrainingState | None,
-    replicas: Replicas | None,
-) -> RecoveryManager | None:
-    """Set up snapshots and checkpoints, if ``watch`` enables them. Collective.
-
-    ``state`` is the training state if it was read already.
-    """
-    settings, stopping = arguments.checkpoint_settings(run_paths.run_dir), arguments.early_stopping
-    if settings is None:
-        return None
-    return RecoveryManager.make(
-        settings,
-        device=device,
-        ranks=ranks,
-        plan=plan,
-        emitter=emitter,
-        clock=clock,
-        state=_build_training_state(arguments, device) if state is None else state,
-        replicas=replicas,
-        keep_evaluated=stopping is not None and stopping.keep_best,
-        is_on_disk=not arguments.keeps_snapshots_only,
-    )
-
-
 def _run_context(
     mode: Mode,
     given: WatchArguments,
@@ -357,7 +325,10 @@ def _run_context(
     plan = PlanJournal(
         plan=place.plan, run_dir=place.run_dir, is_rank0=ranks.rank == 0, faults=faults
     )
-    state = _read_training_state(given, device) if ranks.world_size > 1 else None
+    checkpoints = given.checkpoint_settings(place.run_dir)
+    state = _build_training_state(
+        given, device, has_snapshots=checkpoints is not None, has_replicas=ranks.world_size > 1
+    )
     replicas = Replicas.make(
         state,
         ranks=ranks,
@@ -366,7 +337,21 @@ def _run_context(
         emitter=emitter,
         faults=faults,
     )
-    recovery = _build_recovery(given, ranks, device, place, plan, emitter, clock, state, replicas)
+    recovery, stopping = None, given.early_stopping
+    if checkpoints is not None:
+        assert state is not None, "it was built, or an error was raised"
+        recovery = RecoveryManager.make(
+            checkpoints,
+            device=device,
+            ranks=ranks,
+            plan=plan,
+            emitter=emitter,
+            clock=clock,
+            state=state,
+            replicas=replicas,
+            keep_evaluated=stopping is not None and stopping.keep_best,
+            is_on_disk=not given.keeps_snapshots_only,
+        )
     config = msgspec.structs.replace(place.judge, loss_kind=given.meaning_of_loss())
     judge = Judge(config, mode, facts=msgspec.structs.replace(place.plan.facts, halted=""))
     norms, sampler = device.norms, device.sampler
@@ -404,26 +389,30 @@ def _run_context(
     return run
 
 
-def _read_training_state(arguments: WatchArguments, device: DeviceParts) -> TrainingState | None:
-    """Return the watched training state for the replica checks; None if it cannot be read."""
-    try:
-        return _build_training_state(arguments, device)
-    except Exception:  # noqa: BLE001 - features that need it create it again and raise
+def _build_training_state(
+    arguments: WatchArguments, device: DeviceParts, *, has_snapshots: bool, has_replicas: bool
+) -> TrainingState | None:
+    """Return the watched training state, in the form in which the loop or its engine keeps it.
+
+    None if nothing needs it, or if only the replica checks do and it cannot be read.
+    """
+    if not (has_snapshots or has_replicas):
         return None
-
-
-def _build_training_state(arguments: WatchArguments, device: DeviceParts) -> TrainingState:
-    """Return the watched training state, in the form in which the loop or its engine keeps it."""
     engine = arguments.engine
-    return (TrainingState if engine is None else engine.training_state)(
-        arguments.model,
-        device.optimizers,
-        device.schedulers,
-        scaler=device.scaler,
-        extra=device.extra,
-        is_stage=arguments.pipeline is not None,
-        owns_step=arguments.owns_step,
-    )
+    try:
+        return (TrainingState if engine is None else engine.training_state)(
+            arguments.model,
+            device.optimizers,
+            device.schedulers,
+            scaler=device.scaler,
+            extra=device.extra,
+            is_stage=arguments.pipeline is not None,
+            owns_step=arguments.owns_step,
+        )
+    except Exception:
+        if has_snapshots:
+            raise
+        return None
 
 
 def _start_run(run: RunContext, run_paths: RunPaths, info: RunInfo) -> Restored | None:

@@ -19,6 +19,7 @@ from tests.integrations.trainings.deepspeed import (
     FLOAT16,
     WIDE,
     gradients,
+    is_stage_3,
     make_engine,
     stage,
     state,
@@ -32,6 +33,8 @@ from trainvitals.errors import TrainingHalted, UsageError
 NAN = float("nan")
 HEALED, DAMAGED_AT = 75, 60
 """Steps of a run that goes back, and the step of the damage: snapshots at 0 and about 30."""
+SAVED_AT, LOADED_AT = 20, 45
+"""Step of a checkpoint, and of loading it again in mid-run."""
 WARM = 18
 """Steps after which the finite rules know the run."""
 
@@ -64,9 +67,12 @@ HEALED_KINDS: dict[str, dict[str, Any]] = {
         "config": stage(3, optimizer=SGD, zero_allow_untested_optimizer=True),
         "at": 5,
     },
+    "ZeRO 3, groups, early": {"config": stage(3), "groups": 3, "at": 5},
     "ZeRO 2, float16, model": {"config": stage(2, fp16=LOW), "masters": False},
 }
 """Also DeepSpeed's own schedules, early damage, and damage of the model's weights alone."""
+
+LOADED_KINDS = ("no ZeRO", "ZeRO 1, bfloat16", "ZeRO 2", "ZeRO 3")
 
 Fault = Callable[[Mapping[str, Tensor]], None]
 Seen = dict[str, Any]
@@ -310,35 +316,54 @@ def probed(script: Script, config: Any, *, gives: bool) -> Seen:
         return found | {"kind": kind}
 
 
-def healed(script: Script, config: Any, *, at: int = DAMAGED_AT, masters: bool = True) -> Seen:
-    """Write a NaN over a weight of rank 1, and compare what follows with a bare run's steps."""
-    engine = make_engine(script, config)
+def healed(
+    script: Script,
+    config: Any,
+    *,
+    at: int = DAMAGED_AT,
+    masters: bool = True,
+    groups: int = 1,
+    loads: bool = False,
+) -> Seen:
+    """Write a NaN over a weight of rank 1, and compare what follows with a bare run's steps.
+
+    With ``loads`` the engine loads a checkpoint of an earlier step before that.
+    """
+    engine = make_engine(script, config, groups=groups)
     bare = [position(engine)]
     for _ in range(HEALED):
         steps(script, engine, 1, {})
         bare.append(position(engine))
-    engine, rewound = make_engine(script, config), []
+    engine, rewound, loaded = make_engine(script, config, groups=groups), [], []
+    folder = str(script.folder / "saved")
     with attach(engine, mode="heal") as attached:
         attached.when_rolled_back(rewound.append)
         for step in range(HEALED):
+            if loads and step == SAVED_AT:
+                engine.save_checkpoint(folder, client_state={"vitals": attached.state_dict()})
+            if loads and step == LOADED_AT:
+                engine.load_checkpoint(folder)
+                loaded = [attached.step_index, engine.global_steps]
             if step == at and script.rank == 1:
                 damage(engine, masters=masters)
             steps(script, engine, 1, {})
         end = attached.step_index
-    return {"rewound": rewound, "at": end, "bare": bare[end], "healed": position(engine)}
+    seen = {"rewound": rewound, "at": end, "bare": bare[engine.global_steps]}
+    return seen | {"healed": position(engine), "loaded": loaded}
 
 
 def damage(engine: Any, *, masters: bool) -> None:
     """Write a NaN into the weights that forwards use, and those that this rank updates."""
     outer = engine.optimizer
-    held = getattr(outer, "fp32_partitioned_groups_flat", None)
-    if held is None:
-        held = [
-            p for group in getattr(outer, "optimizer", outer).param_groups for p in group["params"]
-        ]
+    if is_stage_3(engine):  # whose other elements may be padding
+        largest = max(engine.module.parameters(), key=lambda param: param.ds_numel)
+        group, at, _ = outer.grad_position[largest.ds_id]
+        held = outer.fp32_partitioned_groups_flat[group][at:]
+    else:
+        held = getattr(outer, "optimizer", outer).param_groups[0]["params"][0]
     with torch.no_grad():
         if masters:
-            held[0].view(-1)[0] = NAN
+            held.view(-1)[0] = NAN
         for param in engine.module.parameters():
             getattr(param, "ds_tensor", param).view(-1)[:1] = NAN
 
@@ -421,6 +446,11 @@ CASES: dict[str, Callable[[Script], Seen]] = {
         for what in ("probed", "not probed")
     },
     **{f"healed: {name}": partial(healed, **how) for name, how in HEALED_KINDS.items()},
+    **{
+        f"{what}: {name}": partial(healed, config=KINDS[name], loads=True, at=at)
+        for name in LOADED_KINDS
+        for what, at in (("loaded", HEALED), ("loaded and healed", DAMAGED_AT))
+    },
     "probe under ZeRO 3": asked_under_3,
     "divided": divided,
     "logged": logged,

@@ -28,13 +28,22 @@ from trainvitals.records import (
     RATE_DECLARED,
     WITHHELD,
     AttemptStarted,
+    ChangeExpected,
     DecisionMade,
     RunEnded,
 )
 
 pytest.importorskip("deepspeed", reason="not installed: deepspeed", exc_type=ImportError)
 
-from tests.integrations.deepspeed_cases import HEALED, HEALED_KINDS, KINDS, WARM
+from tests.integrations.deepspeed_cases import (
+    HEALED,
+    HEALED_KINDS,
+    KINDS,
+    LOADED_AT,
+    LOADED_KINDS,
+    SAVED_AT,
+    WARM,
+)
 
 LAST = 96
 """Steps of ``engine_heal``."""
@@ -218,6 +227,30 @@ def test_a_damaged_weight_of_rank_1_goes_back_on_both_and_the_training_goes_on_b
         assert seen["at"] == seen["healed"][-2], "the engine counts its steps from there too"
     assert ranks[0]["rewound"] == ranks[1]["rewound"]
     assert decision.rule in ("nonfinite_params", "nonfinite_state")
+
+
+@pytest.mark.parametrize("kind", LOADED_KINDS)
+def test_an_earlier_checkpoint_loaded_in_mid_run_is_a_planned_change(played, kind):
+    ranks, journal = played(f"loaded: {kind}")
+    (expected,) = of(journal, ChangeExpected)
+    assert "engine.load_checkpoint() was called" == expected.reason
+    assert [] == of(journal, DecisionMade)
+    for seen in ranks:
+        assert [] == seen["rewound"]
+        assert [LOADED_AT, SAVED_AT] == seen["loaded"], "each counts on from its own"
+        assert HEALED == seen["at"]
+        assert HEALED - LOADED_AT + SAVED_AT == seen["healed"][-2]
+    # On the other rank the engine has loaded the buffers of this one.
+    assert ranks[0]["bare"] == pytest.approx(ranks[0]["healed"], rel=0, abs=0, nan_ok=True)
+
+
+@pytest.mark.parametrize("kind", LOADED_KINDS)
+def test_a_rollback_over_a_loaded_checkpoint_takes_the_engine_s_numbers_along(played, kind):
+    ranks, _ = played(f"loaded and healed: {kind}")
+    for seen in ranks:
+        (num,) = seen["rewound"]
+        assert seen["at"] == seen["healed"][-2] == HEALED - num
+        assert seen["bare"] == pytest.approx(seen["healed"], rel=0, abs=0, nan_ok=True)
 
 
 def test_a_trainer_of_hugging_face_goes_back_with_its_engine(tmp_path):

@@ -59,6 +59,7 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
     """
     require_version("deepspeed", OLDEST, extra="deepspeed")
     seat = None if is_off(options) else _engine_hook_of(engine)
+    optimizer = _plain_optimizer(engine) if seat is None else seat.optimizer
     stepped = as_list(_scheduler_of(engine))
     stepped += [s for s in as_list(options.get("schedulers")) if s not in stepped]
     schedulers, state = split_schedulers(stepped, options.get("state"))
@@ -66,7 +67,7 @@ def attach(engine: Any, **options: Unpack[Options]) -> Attached:
         state = {"deepspeed.engine": EngineNumbers(engine, seat.holder), **(state or {})}
     arguments = WatchArguments(
         model=getattr(engine, "module", engine),
-        optimizers=tuple(as_list(_plain_optimizer(engine) if seat is None else seat.optimizer)),
+        optimizers=tuple(as_list(optimizer)),
         schedulers=schedulers,
         scaler=None if seat is None else seat.scaler,
         engine=None if seat is None else seat.holder,
@@ -159,8 +160,7 @@ class DeepSpeedAttached(Attached):
             return ours
 
         self.replace(engine, "backward", backward)
-        if hasattr(engine, "load_checkpoint"):
-            self.replace(engine, "load_checkpoint", load_checkpoint)
+        self.replace(engine, "load_checkpoint", load_checkpoint)
         if getattr(engine, "monitor", None) is not None:
             self.replace(engine.monitor, "write_events", write_events)
 

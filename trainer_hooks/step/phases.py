@@ -425,7 +425,8 @@ class StepPhases:
         bad = torch.ones_like(verdict.bad)
         verdict = verdict._replace(bad=bad, overflow=bad, bits=verdict.bits + OVERFLOW)
         if self._read is not None:
-            self._read[-3] = float(verdict.bits)  # before loss and norm, as in _host_figures
+            *vector, _, loss, norm = self._read
+            self._read = [*vector, float(verdict.bits), loss, norm]
         return verdict
 
     def _host_figures(self, verdict: Verdict) -> list[float]:

@@ -31,12 +31,15 @@ def stage(number: int, **more: Any) -> Config:
 
 
 def groups_of(net: nn.Module, number: int) -> list[dict[str, Any]]:
-    """Return the parameters in so many groups, the vectors in the last."""
+    """Return the parameters in so many groups: vectors in the second, one element in the third."""
     if number == 1:
         return [{"params": list(net.parameters())}]
+    largest = 0 if number == 2 else 1
     matrices = [param for param in net.parameters() if param.dim() > 1]
-    vectors = [param for param in net.parameters() if param.dim() <= 1]
-    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    vectors = [p for p in net.parameters() if p.dim() <= 1 and p.numel() > largest]
+    single = [param for param in net.parameters() if param.numel() <= largest]
+    parts = (vectors, single) if single else (vectors,)
+    return [{"params": matrices}, *({"params": part, "weight_decay": 0.0} for part in parts)]
 
 
 def without_builds() -> None:
