@@ -75,6 +75,17 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
+class Scale(nn.Module):
+    """Has one element: ranks that share it out hold nothing of it, but for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
 class Net(nn.Module):
     """Takes (batch, sequence, 6); returns its loss as Hugging Face's models do."""
 
@@ -84,14 +95,14 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList([Block(), Block()])
         self.batch_norm = nn.BatchNorm1d(WIDTH)
         self.head = nn.Linear(WIDTH, OUT)
-        self.scale = nn.Parameter(torch.ones(1))  # of which some ranks hold nothing when it is cut
+        self.scale = Scale()
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         x = self.inp(inputs)
         for block in self.blocks:
             x = block(x)
         x = self.batch_norm(x.flatten(0, 1)).view_as(x)
-        loss = ((self.head(x) * self.scale).float() - labels.float()).square().mean()
+        loss = (self.scale(self.head(x)).float() - labels.float()).square().mean()
         return {"loss": loss * Factor.value}
 
 
