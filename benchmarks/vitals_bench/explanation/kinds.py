@@ -56,7 +56,9 @@ KINDS: dict[str, Kind] = {
     "lr_x30_on": Kind(("lr_jump", "learning_rate", "schedule"), "lr", is_lasting=True),
     "rank_garbage5": Kind(_LOSS, "rank", is_of_rank=True),
     "labels_shuffled5": Kind(_LOSS, "data"),
-    "bitflip_bit30": Kind((*_NONFINITE, "nonfinite_params", *_LOSS), "layer", is_lasting=True),
+    "bitflip_bit30": Kind(
+        (*_NONFINITE, "nonfinite_params", *_LOSS, "weight_norm"), "layer", is_lasting=True
+    ),
     "frozen_layer": Kind(("zero_gradient", "layer_gradient"), "layer", is_lasting=True),
     "loader_stall": Kind(
         (

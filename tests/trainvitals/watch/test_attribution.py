@@ -370,6 +370,16 @@ def test_a_loss_that_is_back_at_once_was_due_to_its_data_and_one_that_heals_was_
     assert (BAD, subject) == named(tracker)[:2]
 
 
+@pytest.mark.parametrize("has_written_ratios", [True, False])
+def test_bad_data_of_a_run_of_one_rank_are_those_of_rank_0(has_written_ratios: bool):
+    tracker = OnsetTracker()
+    for number in range(BAD + 25):
+        step = healthy(number) if has_written_ratios else bare(healthy(number))
+        losses = [9.0 if BAD <= number < BAD + 5 else step.ranks["rank_loss"][0]]
+        tracker.update(dataclasses.replace(step, ranks={"rank_loss": losses}))
+    assert (BAD, "data", "rank:0", "loss") == named(tracker)
+
+
 def test_a_nan_among_bad_batches_is_not_due_to_them():
     tracker = OnsetTracker()
     for number in range(BAD + 25):

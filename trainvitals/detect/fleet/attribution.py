@@ -736,7 +736,8 @@ class OnsetTracker:
         if sigmas > SIGMAS:
             # Damaged weights raise every rank's loss, as bad data do.
             subject: Subject = "data" if "weight_written_ratio" in self._peaks else "losses"
-            self._add_outlier(10, subject, "", "loss", mean, middle, sigmas)
+            where = "rank:0" if subject == "data" and len(losses) == 1 else ""
+            self._add_outlier(10, subject, where, "loss", mean, middle, sigmas)
         lossy = sigmas > SIGMAS / 2
         if 1 < len(losses) <= MOST_RANKS:
             others = _medians_of_others(losses)
