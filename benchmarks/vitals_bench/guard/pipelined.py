@@ -23,9 +23,7 @@ def measure_pipelined(*, quick: bool) -> Iterator[Row]:
     A start keeps its place in memory, which is worth a percent for either side.
     """
     millions, rounds, starts = (1, 6, 1) if quick else (10, 20, 5)
-    measured = [
-        run_on_two_ranks(__name__, millions=millions, rounds=rounds) for _ in range(starts)
-    ]
+    measured = [run_on_two_ranks(__name__, millions=millions, rounds=rounds) for _ in range(starts)]
     measured.sort(key=lambda ms: ms["ours"] / ms["bare"])
     median_ms = measured[starts // 2]
     ratios = [ms["ours"] / ms["bare"] for ms in measured]
