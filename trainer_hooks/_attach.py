@@ -25,6 +25,7 @@ from trainer_hooks.exchange.reduce_vector import Verdict
 from trainer_hooks.features.probe import ProbeFeature
 from trainer_hooks.guard.optimizers import agree_on_overflow
 from trainer_hooks.guard.step_interception import StepInterception
+from trainer_hooks.lifecycle.added_groups import adopt_groups
 from trainer_hooks.lifecycle.loop import MonitorBase
 from trainer_hooks.measures.settings import SignalSettings
 from trainer_hooks.probe.probe import LossOf
@@ -165,6 +166,8 @@ class Judged(NamedTuple):
     max_norm: MaxNorm | None
     before_clip: bool
     """Whether the loop clips after the measurement."""
+    has_new_groups: bool
+    """Whether the loop has added parameter groups since the step before."""
 
 
 class Attached(MonitorBase):
@@ -302,9 +305,18 @@ class Attached(MonitorBase):
         norm = None if before_clip else self._norm
         clips_to = self._max_norm if run.given.owns_clip else max_norm
         clips_to = None if clips_to == math.inf else clips_to
-        prepared = parts.prepare(self._step, None, None, norm=norm, first=first, max_norm=clips_to)
+        outcome = None
+        if has_new_groups := parts.has_new_groups:
+            outcome = adopt_groups(run, parts, self._judge_unread_steps, step=self._step)
+            parts.turn = device.turns[0]
+        if outcome is None:
+            prepared = parts.prepare(
+                self._step, None, None, norm=norm, first=first, max_norm=clips_to
+            )
+            verdict = parts.exchange(self._max_norm)
+        else:
+            prepared, verdict = outcome
         self._measured = [_weak_gradient_refs(o) for o in device.optimizers] if first else []
-        verdict = parts.exchange(self._max_norm)
         if self._num_batches:
             self._probe.fed(self._step, self._num_batches, attempt=self.attempt)
             self._num_batches = 0
@@ -313,13 +325,15 @@ class Attached(MonitorBase):
         orders = parts.orders(verdict, prepared, self._step, self._max_norm)
         if run.given.owns_clip:
             before_clip, max_norm = False, self._max_norm
-        return Judged(verdict, prepared, orders, max_norm, before_clip)
+        return Judged(verdict, prepared, orders, max_norm, before_clip, has_new_groups)
 
     def _finish_step(self, judged: Judged) -> None:
         """Restore buffers after a bad step of an attached loop; report the step's numbers."""
         run, device, parts = self._run, self._device, self._parts
         attempted = self._step
         parts.settle(judged.orders)
+        if judged.has_new_groups:
+            device.shadow.follow_modules(run.given.model)
         agree_on_overflow(device.scaler, device.optimizers, judged.verdict.overflow)
         ready = parts.report(
             judged.verdict,

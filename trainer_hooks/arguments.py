@@ -90,8 +90,8 @@ class WatchArguments:
 
     @property
     def takes_groups(self) -> bool:
-        """Whether the loop may add parameter groups: Vitals controls its step and optimizers."""
-        return self.owns_step and self.engine is None and self.pipeline is None
+        """Whether the loop may add parameter groups: no engine and no pipeline has its own."""
+        return self.engine is None and self.pipeline is None
 
     @property
     def keeps_snapshots_only(self) -> bool:

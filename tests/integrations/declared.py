@@ -208,7 +208,6 @@ FRAMEWORKS = (
         refused={
             "DeepSpeedStrategy": "its engine makes the update, and cannot skip a step",
             "several optimizers in one callback": "they alternate; use one callback each",
-            "BaseFinetuning": "it adds parameter groups during training",
         },
         not_run={
             "FSDPStrategy": "it needs a GPU",

@@ -18,7 +18,7 @@ pytestmark = [
 
 from lightning.pytorch.callbacks import BaseFinetuning  # noqa: E402
 
-from tests.integrations.lit import Gan, Lit, ends, fit, journal, loader, trainer  # noqa: E402
+from tests.integrations.lit import Gan, Lit, ends, fit, journal, loader, same, trainer  # noqa: E402
 from tests.support.watched import own_place  # noqa: E402, F401
 from trainer_hooks.integrations.lightning import VitalsCallback  # noqa: E402
 from trainvitals.errors import UsageError  # noqa: E402
@@ -66,16 +66,55 @@ def test_a_skip_leaves_the_average_of_a_callback_alone(tmp_path):
     assert 7 == seen[-1][0]
 
 
-def test_a_callback_that_unfreezes_parameters_is_refused_before_it_adds_them(tmp_path):
-    class Unfreezes(BaseFinetuning):
-        def freeze_before_training(self, module):
-            self.freeze(module.net[0])
+class Unfreezes(BaseFinetuning):
+    """Trains the first layer from the second epoch on."""
 
-        def finetune_function(self, module, epoch, optimizer):
-            self.unfreeze_and_add_param_group(module.net[0], optimizer)
+    def freeze_before_training(self, module):
+        self.freeze(module.net[0])
 
-    with pytest.raises(UsageError, match="Unfreezes adds parameter groups"):
-        trainer(tmp_path, VitalsCallback(), Unfreezes()).fit(Lit(), loader())
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.net[0], optimizer, lr=0.001)
+
+
+class Frozen(Lit):
+    def __init__(self, left_out=(), **options):
+        super().__init__(**options)
+        self.left_out = left_out
+
+    def configure_optimizers(self):
+        trained = [param for param in self.parameters() if param.requires_grad]
+        return torch.optim.AdamW(trained, lr=0.01, fused=self.fused)
+
+    def training_step(self, batch, batch_idx):
+        self.kept = [buffer.clone() for buffer in self.buffers()]
+        return super().training_step(batch, batch_idx)
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        left_out = self.trainer.global_step in self.left_out
+        if left_out:  # the skip of a bare program
+            optimizer_closure()
+            for buffer, kept in zip(self.buffers(), self.kept, strict=True):
+                buffer.copy_(kept)
+            optimizer.zero_grad()
+            self.left_out = ()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_layer_that_a_callback_unfreezes_is_guarded_from_its_first_step_on(tmp_path, fused):
+    bad = 11
+    bare = Frozen(fused=fused, left_out=(bad,))
+    trainer(tmp_path, Unfreezes(), max_epochs=2).fit(bare, loader())
+    guarded, vitals = Frozen(fused=fused, bad=(bad,)), VitalsCallback()
+    trainer(tmp_path, vitals, Unfreezes(), max_epochs=2).fit(guarded, loader())
+    assert torch.equal(guarded.seen[bad - 1], guarded.seen[bad])
+    assert all(map(torch.equal, bare.seen, guarded.seen))
+    assert same(bare, guarded)
+    (text,) = journal(tmp_path).notes("groups_changed")
+    assert "before step 8: added net.0.weight, net.0.bias" in text
+    assert {} == vitals.attached.swallowed_errors
 
 
 def test_an_optimizer_that_was_replaced_is_said_to_be_unguarded(tmp_path):

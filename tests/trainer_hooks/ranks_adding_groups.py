@@ -24,6 +24,15 @@ def skips(optimizer, wrapper, bad_rank):
     return {"exact": alike(expected, state), "faults": monitor.swallowed_errors}
 
 
+def attached_skips(optimizer, wrapper, bad_rank):
+    """Compare an attached loop with the same program with the bad updates left out."""
+    expected = Thawing(optimizer, wrapper=wrapper).run_bare()
+    training = Thawing(optimizer, wrapper=wrapper)
+    with trainer_hooks.attach(training.model, training.optimizer) as attached:
+        state, _ = training.run_attached(attached, bad_rank=bad_rank)
+    return {"exact": alike(expected, state), "faults": attached.swallowed_errors}
+
+
 def heals(folder, optimizer, wrapper):
     """Spoil a weight on rank 1 after the thaw; compare with the undisturbed program."""
     expected = Thawing(optimizer, wrapper=wrapper).run_bare(without=())
@@ -52,9 +61,11 @@ def heals(folder, optimizer, wrapper):
     }
 
 
-def disagrees(optimizer, change, *, wrapper=""):
+def disagrees(optimizer, change, *, wrapper="", is_attached=False):
     """Return the error of ranks of which each makes its own change of the groups."""
     training = Thawing(optimizer, wrapper=wrapper)
+    guard = trainer_hooks.attach if is_attached else trainer_hooks.watch
+    run = training.run_attached if is_attached else training.run
     before = []
 
     def thaw(step):
@@ -62,9 +73,9 @@ def disagrees(optimizer, change, *, wrapper=""):
             change(training)
             before.append(training.bits())
 
-    with trainer_hooks.watch(training.model, training.optimizer) as monitor:
+    with guard(training.model, training.optimizer) as monitor:
         try:
-            training.run(monitor, bad=(), thaw=-1, before=thaw)
+            run(monitor, bad=(), thaw=-1, before=thaw)
         except UsageError as error:
             kept = {k: v for k, v in training.bits().items() if "running" not in k}
             same = all(torch.equal(v, before[0][k]) for k, v in kept.items() if k in before[0])
@@ -130,6 +141,14 @@ def two(rank, folder):
                 ("adamw", "fsdp2", 0),
             )
         },
+        "attached": {
+            f"{optimizer} {wrapper}": attached_skips(optimizer, wrapper, bad_rank)
+            for optimizer, wrapper, bad_rank in (
+                ("adamw-fused", "ddp", 1),
+                ("adamw", "ddp", 0),
+                ("adamw-fused", "fsdp2", 0),
+            )
+        },
         "heals": {
             f"{optimizer} {wrapper}": heals(folder, optimizer, wrapper)
             for optimizer, wrapper in (
@@ -143,6 +162,10 @@ def two(rank, folder):
             "rank 0, lag 1": disagrees("adamw-fused", only_rank(0), wrapper="ddp"),
             "rank 1, lag 0": disagrees("adamw", only_rank(1), wrapper="ddp"),
             "different": disagrees("adamw-fused", another_layer_on_each, wrapper="ddp"),
+            "attached, lag 1": disagrees(
+                "adamw-fused", only_rank(1), wrapper="ddp", is_attached=True
+            ),
+            "attached, lag 0": disagrees("adamw", only_rank(0), wrapper="ddp", is_attached=True),
         },
         "apart": apart(),
         "messages": messages(),

@@ -174,7 +174,7 @@ def test_a_stage_trains_without_its_pipeline_in_mode_off(of_two):
         ("signals", "signals of each rank's own gradients are not measured in a pipeline"),
         ("another module", "the model does not contain stage"),
         ("another pipeline", "rank 0: stage 0 of 2, rank 1: stage 1 of 3"),
-        ("added group", "a parameter group was added after attach() or watch(pipeline=...)"),
+        ("added group", "a parameter group was added to the guarded optimizer of a pipeline"),
         ("probe", "probe was given in a pipeline with Other, which cannot run forward only"),
         ("optimizer", "all optimizers step together"),
     ],

@@ -14,9 +14,10 @@ def found(tmp_path_factory):
     return spawned(two, tmp_path_factory.mktemp("groups"))
 
 
-def test_skips_are_exact_on_both_ranks_before_at_and_after_a_thaw(found):
+@pytest.mark.parametrize("cases", ["skips", "attached"])
+def test_skips_are_exact_on_both_ranks_before_at_and_after_a_thaw(found, cases):
     for rank in found:
-        for name, case in rank["skips"].items():
+        for name, case in rank[cases].items():
             assert case == {"exact": True, "faults": {}}, name
 
 
@@ -36,6 +37,8 @@ def test_a_rollback_after_a_thaw_is_exact_on_both_ranks(found):
         ("rank 0, lag 1", "rank 0 added parameter groups before step 6, and rank 1 did not"),
         ("rank 1, lag 0", "rank 1 added parameter groups before step 6, and rank 0 did not"),
         ("different", "different parameter groups were added before step 6 on rank 0, rank 1"),
+        ("attached, lag 1", "rank 1 added parameter groups before step 6, and rank 0 did not"),
+        ("attached, lag 0", "rank 0 added parameter groups before step 6, and rank 1 did not"),
     ],
 )
 def test_ranks_that_disagree_get_one_error_that_names_them_and_no_update(found, name, text):

@@ -91,6 +91,22 @@ class Thawing:
             back += [] if outcome.rolled_back_to is None else [outcome.rolled_back_to]
         return self.bits(), back
 
+    def run_attached(
+        self, attached, *, bad=BAD, bad_rank=0, steps=STEPS, thaw=THAW, before=lambda step: None
+    ):
+        """Train attached; return the state, and by how many steps it went back."""
+        back = []
+        attached.when_rolled_back(back.append)
+        for step in range(steps):
+            before(step)
+            if step == thaw:
+                self.thaw()
+            is_bad = step in bad and self.rank == bad_rank
+            attached.loss(self.backward(step, float("nan") if is_bad else 1.0))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self.bits(), back
+
 
 def alike(left, right):
     """Return whether two states are equal bit for bit."""

@@ -376,7 +376,7 @@ def _add_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
 def _refuse_added_group(param_group: dict[str, Any]) -> None:
     """Replace ``add_param_group``: the vector has no place to measure or guard its parameters."""
     raise UsageError(
-        "a parameter group was added after attach() or watch(pipeline=...)",
-        hint="add all groups first (a learning rate of 0 keeps one unchanged); in your own loop "
-        "without a pipeline, watch() takes groups that are added later",
+        "a parameter group was added to the guarded optimizer of a pipeline or an engine",
+        hint="add all groups before attach() or watch() (a learning rate of 0 keeps one "
+        "unchanged); without a pipeline and an engine, such as DeepSpeed's, both take groups later",
     )

@@ -92,7 +92,6 @@ class VitalsCallback(_Callback):
         if is_off(self._options):
             return
         _refuse_strategy(trainer.strategy)
-        _refuse_unfreezing(trainer.callbacks)
         options: Options = {**self._options}
         options["state"] = {**_averages(trainer.callbacks), **(options.get("state") or {})}
         if options.get("mode") == "heal":
@@ -237,18 +236,6 @@ def _refuse_strategy(strategy: Any) -> None:
                 f"{name} makes the update in its own engine, where Vitals cannot skip a step",
                 hint="use strategy='ddp', FSDPStrategy or ModelParallelStrategy; for DeepSpeed "
                 "without Lightning there is trainer_hooks.integrations.deepspeed",
-            )
-
-
-def _refuse_unfreezing(callbacks: Iterable[Any]) -> None:
-    """Refuse Lightning callbacks that add parameter groups during training."""
-    for callback in callbacks:
-        if any(kind.__name__ == "BaseFinetuning" for kind in type(callback).__mro__):
-            raise UsageError(
-                f"{type(callback).__name__} adds parameter groups to the optimizer during "
-                "training; their parameters would be neither measured nor guarded",
-                hint="give the optimizer all groups from the start; frozen parameters have no "
-                "gradients, and a learning rate of 0 keeps a group unchanged",
             )
 
 

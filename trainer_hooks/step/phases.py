@@ -125,8 +125,9 @@ class StepPhases:
 
     @property
     def has_new_groups(self) -> bool:
-        """Whether the loop has changed the optimizers' parameter groups since the last step."""
-        return group_sizes(self._device.optimizers) != self._group_sizes
+        """Whether the loop has changed the parameter groups since the last step, where it may."""
+        sizes = group_sizes(self._device.optimizers)
+        return sizes != self._group_sizes and self._run.given.takes_groups
 
     def forget_row(self) -> None:
         """Start a new row of steps: count earlier withheld updates no longer."""
@@ -634,11 +635,11 @@ def _rank0_values(run: RunContext, outgoing: OutgoingStep) -> Rank0Values | None
 
 
 def _added_group_error(now: int, watched: int) -> UsageError:
-    """Return the step's error about parameter groups that were added after ``attach``."""
+    """Return the step's error about groups that a loop with a pipeline or an engine added."""
     return UsageError(
-        f"the optimizers have {now} parameter groups, but had {watched} at attach(): gradients of "
+        f"the optimizers have {now} parameter groups, but had {watched} at the start: gradients of "
         "groups added since are neither measured nor clipped",
-        hint="add all groups before attach(), or use watch(), which takes groups that are added",
+        hint="with a pipeline or an engine, add all groups before watch() or attach()",
     )
 
 
