@@ -200,15 +200,6 @@ def test_plateau_schedulers_are_refused_with_a_way_out():
         trainer_hooks.watch(model, optimizer, scheduler)
 
 
-def test_a_group_added_under_attach_is_refused_and_allowed_again_afterwards():
-    model, late = nn.Linear(2, 1), nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with trainer_hooks.attach(model, optimizer), pytest.raises(UsageError, match="after attach"):
-        optimizer.add_param_group({"params": late.parameters()})
-    optimizer.add_param_group({"params": late.parameters()})
-    assert len(optimizer.param_groups) == 2
-
-
 def test_a_loaded_state_that_turns_fused_off_takes_the_host_path():
     old = Loop(fused=False)
     for _ in range(2):

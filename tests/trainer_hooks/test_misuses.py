@@ -242,11 +242,6 @@ def watched_twice(p):
         p.watch()
 
 
-def a_group_added_later(p):
-    with trainer_hooks.attach(p.model, p.optimizer):
-        p.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-
-
 def early_stopping_by_its_name(p):
     p.watch(early_stopping="loss")
 
@@ -400,7 +395,6 @@ REFUSED = {
     a_parameter_in_two_optimizers: ("parameter '0.weight' is in two optimizers", "to one"),
     an_optimizer_that_needs_a_closure: (r"LBFGS.step\(\) needs closure", "takes no closure"),
     watched_twice: ("the optimizer is already guarded", r"close\(\) the earlier monitor first"),
-    a_group_added_later: ("a parameter group was added after attach", "add all groups first"),
     early_stopping_by_its_name: ("early_stopping is a str", "EarlyStopping"),
     a_scheduler_stepped_by_the_loop_too: (
         r"StepLR.step\(\) was called by the loop before step 1, as well as by monitor.step\(\)",
