@@ -166,8 +166,6 @@ class Judged(NamedTuple):
     max_norm: MaxNorm | None
     before_clip: bool
     """Whether the loop clips after the measurement."""
-    has_new_groups: bool
-    """Whether the loop has added parameter groups since the step before."""
 
 
 class Attached(MonitorBase):
@@ -189,6 +187,8 @@ class Attached(MonitorBase):
         self._judged: Judged | None = None
         self._measured: list[list[Callable[[], Tensor | None]]] = []
         self._num_batches = 0
+        self._has_new_groups = False
+        """Whether groups were added since the last step that was finished."""
         self._is_reported = False
         self._undo: list[Callable[[], None]] = []
         self._rewinds: list[Callable[[int], None]] = []
@@ -306,7 +306,8 @@ class Attached(MonitorBase):
         clips_to = self._max_norm if run.given.owns_clip else max_norm
         clips_to = None if clips_to == math.inf else clips_to
         outcome = None
-        if has_new_groups := parts.has_new_groups:
+        if parts.has_new_groups:
+            self._has_new_groups = True
             outcome = adopt_groups(run, parts, self._judge_unread_steps, step=self._step)
             parts.turn = device.turns[0]
         if outcome is None:
@@ -325,14 +326,15 @@ class Attached(MonitorBase):
         orders = parts.orders(verdict, prepared, self._step, self._max_norm)
         if run.given.owns_clip:
             before_clip, max_norm = False, self._max_norm
-        return Judged(verdict, prepared, orders, max_norm, before_clip, has_new_groups)
+        return Judged(verdict, prepared, orders, max_norm, before_clip)
 
     def _finish_step(self, judged: Judged) -> None:
         """Restore buffers after a bad step of an attached loop; report the step's numbers."""
         run, device, parts = self._run, self._device, self._parts
         attempted = self._step
         parts.settle(judged.orders)
-        if judged.has_new_groups:
+        if self._has_new_groups:
+            self._has_new_groups = False
             device.shadow.follow_modules(run.given.model)
         agree_on_overflow(device.scaler, device.optimizers, judged.verdict.overflow)
         ready = parts.report(
@@ -426,8 +428,9 @@ class Attached(MonitorBase):
         if not self._measured:
             return
         now, measured = _weak_gradient_refs(self._device.optimizers[index]), self._measured[index]
-        pairs = zip(now, measured, strict=True)
-        if any(current() is not None and current() is not was() for current, was in pairs):
+        pairs = zip(now, measured, strict=False)
+        is_late = any(current() is not None and current() is not was() for current, was in pairs)
+        if is_late or len(now) > len(measured):
             raise UsageError(
                 f"optimizer {index} got its gradients after optimizer.step() of another one, so "
                 "they were not measured with the step",

@@ -95,3 +95,41 @@ def test_a_group_past_the_guard_of_an_engine_is_counted_and_left_alone():
         training.run_attached(attached, bad=(), steps=3, thaw=-1)
         assert "0.weight" not in device_of(attached).norms.names
     assert attached.swallowed_errors == {"param_groups": 3}
+
+
+def test_a_step_that_a_framework_replaces_for_its_time_stays_fused():
+    training = Thawing()
+    optimizer, scaler = training.optimizer, torch.amp.GradScaler("cpu", init_scale=4.0)
+    with trainer_hooks.attach(training.model, optimizer, scaler=scaler) as attached:
+        ours = optimizer.step
+        for step in range(THAW + 3):
+            if step == THAW:
+                training.thaw()
+            loss = training.model(torch.randn(12, 8)).square().mean()
+            scaler.scale(loss).backward()
+            optimizer.step = lambda *args, **kwargs: ours(*args, **kwargs)  # as Accelerate does
+            scaler.step(optimizer)
+            optimizer.step = ours
+            scaler.update()
+            optimizer.zero_grad()
+        assert {"0.weight", "0.bias"} <= {*device_of(attached).norms.names}
+    assert attached.swallowed_errors == {}
+
+
+def test_buffers_of_a_new_module_are_restored_also_if_its_first_verdict_was_discarded():
+    training = Thawing()
+    with trainer_hooks.attach(training.model, training.optimizer) as attached:
+        for step in range(8):
+            if step == 2:
+                training.inner[0] = nn.Sequential(training.inner[0], nn.BatchNorm1d(16))
+                training.optimizer.add_param_group({"params": training.inner[0][1].parameters()})
+            mean = training.inner[0][1].running_mean.clone() if step > 2 else None
+            attached.loss(training.backward(step, float("nan") if step == 6 else 1.0))
+            attached.before_clip(1.0)
+            if step == 2:
+                attached.before_clip(1.0)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            if step > 2:
+                assert (step == 6) == torch.equal(mean, training.inner[0][1].running_mean)
+    assert attached.swallowed_errors == {}

@@ -144,9 +144,9 @@ class DeviceParts:
         engines: list[LoopOptimizers] = []
 
         def rebuild() -> None:
-            engines.append(LoopOptimizers(model, self.optimizers, self.scaler))
-            if engines[0].reads_verdict != self.engine.reads_verdict:
-                engines.pop().release()
+            was_read, guards = self.engine.reads_verdict, tuple(self.engine.guards)
+            engines.append(LoopOptimizers(model, self.optimizers, self.scaler, guards=guards))
+            if engines[0].reads_verdict != was_read:
                 raise UsageError(
                     "a parameter group was added that is fused, but the others are not, or the "
                     "reverse: the host would read the steps' numbers at another time",
@@ -154,8 +154,6 @@ class DeviceParts:
                 )
 
         on_every_rank(ranks, rebuild)
-        for guard in self.engine.guards:
-            guard.release()
         self.engine = engine = engines[0]
         self.norms = engine.norms(ranks)
         if self.sampler is not None:

@@ -50,5 +50,5 @@ class AddedGroupsFeature(StepFeature):
         raise UsageError(
             text,
             hint="add the same groups on all ranks between the same two steps; decide it from "
-            "monitor.step_index, or from a number that all ranks share",
+            "step_index, or from a number that all ranks share",
         )

@@ -43,16 +43,20 @@ _HONOURS_FOUND_INF = (
 )
 
 
-def takes_found_inf(optimizer: Optimizer) -> bool:
+def takes_found_inf(optimizer: Optimizer, *, has_own_step: bool | None = None) -> bool:
     """Return whether the guarded ``optimizer.step()`` itself honors ``found_inf`` on the device.
+
+    ``has_own_step``: whether ``step`` belongs to the class; None finds it out.
 
     Only exactly these classes: several others have the attribute and ignore it, and a subclass, or
     an instance with a replaced ``step``, may do anything. SGD with dampening cannot be skipped on
     its first step.
     """
+    if has_own_step is None:
+        has_own_step = _has_own_step(optimizer)
     return (
         type(optimizer) in _HONOURS_FOUND_INF
-        and _has_own_step(optimizer)
+        and has_own_step
         and all(g.get("fused") and not g.get("dampening") for g in optimizer.param_groups)
     )
 
@@ -396,6 +400,8 @@ class OptimizerGuard:
         self.optimizer = optimizer
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._flags: dict[str, Tensor] = {}
+        # Found once: a framework may replace ``step`` for the time of its own.
+        self._has_own_step = _has_own_step(optimizer)
         self._look_again(optimizer)
         self._hook = None
         if type(optimizer) in _HONOURS_FOUND_INF:  # a wrapper may lack the hooks of an optimizer
@@ -403,9 +409,13 @@ class OptimizerGuard:
 
     def _look_again(self, optimizer: Optimizer) -> None:
         """Check after a load whether the optimizer is fused; create missing momentum."""
-        self.on_device = takes_found_inf(optimizer)
+        self.on_device = takes_found_inf(optimizer, has_own_step=self._has_own_step)
         if self.on_device:
             _create_momentum(optimizer)
+
+    def follow_groups(self) -> None:
+        """Guard the parameter groups that the optimizer has now."""
+        self._look_again(self.optimizer)
 
     def release(self) -> None:
         """Restore the optimizer to its original state."""
@@ -500,6 +510,8 @@ class OptimizerGroup(NamedTuple):
 class LoopOptimizers:
     """The loop's own optimizers and gradient scaler, which make the updates without an engine.
 
+    ``guards``: those from before the loop added parameter groups.
+
     Raises:
         UsageError: the optimizers hold no parameters, or two of them hold the same one.
     """
@@ -510,6 +522,7 @@ class LoopOptimizers:
         optimizers: tuple[Optimizer, ...],
         scaler: torch.amp.GradScaler | None,
         stages: PipelineStages | None = None,
+        guards: tuple[OptimizerGuard, ...] = (),
     ) -> None:
         self._stages = stages
         self._optimizers = optimizers
@@ -518,7 +531,9 @@ class LoopOptimizers:
         self._pieces, self._experts = flat_pieces(model), expert_groups(model)
         self._params = named_parameters(model, optimizers)
         self._device = local_tensor(next(iter(self._params.values()))).device
-        self.guards = tuple(OptimizerGuard(optimizer, scaler) for optimizer in optimizers)
+        for guard in guards:
+            guard.follow_groups()
+        self.guards = guards or tuple(OptimizerGuard(optimizer, scaler) for optimizer in optimizers)
 
     def norms(self, ranks: Ranks) -> GradNorms:
         """Return the object that measures the guarded parameters' gradients. Collective."""
