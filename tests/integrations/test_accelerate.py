@@ -304,3 +304,31 @@ def test_a_loop_that_gives_its_batches_has_the_state_asked_and_trains_as_before(
 
 def loss_of(model):
     return lambda x: (model(x) - x[:, :1]).square().mean()
+
+
+@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.parametrize(
+    ("fused", "scales"), [(True, False), (False, False), (False, True), (True, True)]
+)
+def test_a_group_that_is_added_in_mid_run_is_guarded(fused, scales, clips):
+
+    def trained(is_guarded):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scales else None
+        own = Own(fused=fused, scaler=scaler)
+        if is_guarded:
+            own.attach()
+        for step in range(8):
+            if step == 3:
+                torch.manual_seed(2)
+                own.model.append(nn.Linear(1, 1))
+                own.optimizer.add_param_group({"params": [*own.model[3].parameters()]})
+            own.backward()
+            if clips:
+                own.clip()
+            own.update()
+        return own
+
+    theirs, ours = trained(False), trained(True)
+    ours.attached.close()
+    assert same(theirs.state(), ours.state())
+    assert {} == ours.attached.swallowed_errors

@@ -10,6 +10,7 @@ import trainer_hooks
 from tests.support.inside import device_of, events_of, run_of
 from tests.support.watched import own_place  # noqa: F401
 from tests.trainer_hooks.thawing import OPTIMIZERS, STEPS, THAW, Thawing, alike
+from trainvitals.errors import UsageError
 from trainvitals.records import Note
 
 
@@ -133,3 +134,14 @@ def test_buffers_of_a_new_module_are_restored_also_if_its_first_verdict_was_disc
             if step > 2:
                 assert (step == 6) == torch.equal(mean, training.inner[0][1].running_mean)
     assert attached.swallowed_errors == {}
+
+
+def test_a_group_between_the_steps_of_two_optimizers_was_not_measured_and_is_refused():
+    model, late = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1)), nn.Linear(1, 1)
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
+    with trainer_hooks.attach(model, [first, second]):
+        model(torch.randn(4, 8)).square().mean().backward()
+        first.step()
+        second.add_param_group({"params": late.parameters()})
+        with pytest.raises(UsageError, match="not measured with the step"):
+            second.step()
