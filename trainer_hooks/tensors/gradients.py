@@ -26,9 +26,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -264,18 +265,23 @@ SMALL = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Gradients to sum in blocks, and the positions of the results."""
+    """Gradients to sum in three ways, and memory for the small ones."""
 
-    key: tuple[list[int], list[torch.dtype]]
-    """Sizes and types of the gradients that the plan was made for."""
+    key: tuple[list[torch.Size], list[torch.dtype]]
+    """Shapes and types of the gradients that the plan was made for."""
     small: list[int]
     """Gradients that are summed together."""
     whole: list[int]
     """Gradients whose norm is computed in one call, in float64."""
     blocked: list[int]
-    small_sizes: Tensor
-    index: Tensor
-    """For each result of the three groups, in order, the gradient that it is part of."""
+    views: list[Tensor]
+    """Memory for each small gradient, float64, in its shape."""
+    values: NDArray[np.float64]
+    """The same memory, flat."""
+    starts: NDArray[np.int64]
+    """Start of each small gradient in ``values``."""
+    first_blocks: NDArray[np.int64]
+    """First block of each blocked gradient among all of them."""
 
 
 class GradientSquares:
@@ -293,39 +299,46 @@ class GradientSquares:
         if not (self._is_on_host and reads_are_free(device)):
             return _squares_by_kind(grads, device)
         plan = self._cached_plan(grads)
-        parts = []
+        # In numpy: an operation on some hundred numbers takes torch several times as long.
+        out = np.zeros(len(grads))
         if plan.small:
-            parts.append(_small_squares([grads[i] for i in plan.small], plan.small_sizes))
+            out[plan.small] = _small_squares([grads[i] for i in plan.small], plan)
         if plan.whole:
             each = torch._foreach_norm([grads[i] for i in plan.whole], 2.0, dtype=torch.float64)
-            parts.append(torch.stack(each).square_())
+            out[plan.whole] = _squares(torch.stack(each))
         if plan.blocked:
-            parts.append(_block_squares([grads[i] for i in plan.blocked]))
-        if not plan.whole and not plan.blocked:
-            return parts[0]
-        out = torch.zeros(len(grads), dtype=torch.float64, device=device)
-        return out.index_add_(0, plan.index, torch.cat(parts))
+            out[plan.blocked] = _block_squares([grads[i] for i in plan.blocked], plan.first_blocks)
+        return torch.from_numpy(out)
 
     def _cached_plan(self, grads: Sequence[Tensor]) -> _Plan:
         """Return how to sum these gradients; the last plan if shapes and types are equal."""
-        key = [grad.numel() for grad in grads], [grad.dtype for grad in grads]
+        key = [grad.shape for grad in grads], [grad.dtype for grad in grads]
         if self._plan is None or self._plan.key != key:
-            sizes, dtypes = key
-            small = [i for i, numel in enumerate(sizes) if numel <= SMALL]
-            large = [i for i, numel in enumerate(sizes) if numel > SMALL]
-            # Half precision has no reliable sum: those gradients take the slower path.
-            blocked = [i for i in large if dtypes[i] in (torch.float32, torch.float64)]
-            whole = [i for i in large if dtypes[i] not in (torch.float32, torch.float64)]
-            owners = [i for i in blocked for _ in range(-(-sizes[i] // BLOCK))]
-            self._plan = _Plan(
-                key,
-                small,
-                whole,
-                blocked,
-                torch.tensor([sizes[i] for i in small], dtype=torch.int64, device="cpu"),
-                torch.tensor([*small, *whole, *owners], dtype=torch.int64, device="cpu"),
-            )
+            self._plan = _make_plan(*key)
         return self._plan
+
+
+def _make_plan(shapes: list[torch.Size], dtypes: list[torch.dtype]) -> _Plan:
+    """Return how to sum gradients of these shapes and types; those without elements stay 0."""
+    sizes = [shape.numel() for shape in shapes]
+    small = [i for i, numel in enumerate(sizes) if 0 < numel <= SMALL]
+    large = [i for i, numel in enumerate(sizes) if numel > SMALL]
+    # Half precision has no reliable sum: those gradients take the slower path.
+    blocked = [i for i in large if dtypes[i] in (torch.float32, torch.float64)]
+    whole = [i for i in large if dtypes[i] not in (torch.float32, torch.float64)]
+    starts = np.cumsum([0, *(sizes[i] for i in small)])
+    values = torch.empty(int(starts[-1]), dtype=torch.float64, device="cpu")
+    parts = values.split([sizes[i] for i in small])
+    return _Plan(
+        key=(shapes, dtypes),
+        small=small,
+        whole=whole,
+        blocked=blocked,
+        views=[part.view(shapes[i]) for i, part in zip(small, parts, strict=True)],
+        values=values.numpy(),
+        starts=starts[:-1],
+        first_blocks=np.cumsum([0, *(-(-sizes[i] // BLOCK) for i in blocked[:-1])]),
+    )
 
 
 def by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -354,23 +367,32 @@ def _squares_by_kind(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([square for square in squares if square is not None])
 
 
-def _small_squares(grads: Sequence[Tensor], sizes: Tensor) -> Tensor:
-    """Return the square of each gradient, float64."""
-    # Flattened in one call: a view of each gradient would take as long as everything else.
-    # Not in place: of one float64 tensor this is the loop's own memory.
-    flat = _flatten_dense_tensors(grads).double()
-    return torch.segment_reduce(flat * flat, "sum", lengths=sizes, unsafe=True)
+@np.errstate(over="ignore")
+def _small_squares(grads: list[Tensor], plan: _Plan) -> NDArray[np.float64]:
+    """Return the square of each gradient."""
+    # The memory is kept from step to step: new pages cost more than the sums.
+    torch._foreach_copy_(plan.views, grads)
+    squares = np.multiply(plan.values, plan.values, out=plan.values)
+    return np.add.reduceat(squares, plan.starts)
 
 
-def _block_squares(grads: Sequence[Tensor]) -> Tensor:
-    """Return the square of every block of the gradients, float64, in order."""
+def _block_squares(grads: list[Tensor], first_blocks: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the square of each gradient, the sum of those of its blocks."""
     norms = [norm for grad in grads for norm in _gradient_block_norms(grad)]
-    square = torch.cat(norms).double().square_()
+    squares = _squares(torch.cat(norms))
     # On the CPU a read is free, and a pass that is exact for every size costs ten times this.
-    if not math.isfinite(square.sum().item()):
+    if not math.isfinite(np.add.reduce(squares)):
         norms = [norm for grad in grads for norm in _gradient_block_norms(grad, torch.float64)]
-        square = torch.cat(norms).square_()
-    return square
+        squares = _squares(torch.cat(norms))
+    with np.errstate(over="ignore"):
+        return np.add.reduceat(squares, first_blocks)
+
+
+@np.errstate(over="ignore")
+def _squares(norms: Tensor) -> NDArray[np.float64]:
+    """Return the squares of norms on the host in float64."""
+    squares: NDArray[np.float64] = norms.numpy().astype(np.float64)
+    return np.multiply(squares, squares, out=squares)
 
 
 def _gradient_block_norms(grad: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
