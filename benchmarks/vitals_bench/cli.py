@@ -113,6 +113,7 @@ def build_app() -> typer.Typer:
     app.command("ingest", epilog=f"Example: {PROGRAM} ingest --quick")(bench_ingest)
     app.command("agent", epilog=f"Example: {PROGRAM} agent --quick")(bench_agent)
     app.command("query", epilog=f"Example: {PROGRAM} query --quick")(bench_query)
+    app.command("cli", epilog=f"Example: {PROGRAM} cli --quick")(bench_cli)
     app.command("assistants", epilog=f"Example: {PROGRAM} assistants --quick")(bench_assistants)
     app.command("numbers", epilog=f"Example: {PROGRAM} numbers --quick")(bench_numbers)
     app.command("sizes", epilog=f"Example: {PROGRAM} sizes --quick")(bench_sizes)
@@ -228,6 +229,11 @@ def bench_agent(quick: Quick = False, output: Output = Format.TABLE, page: Part 
 def bench_query(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
     """Measure how soon a run of a million steps, or of 4,096 ranks, is drawn and understood."""
     _run(("query",), quick=quick, output=output, page=page)
+
+
+def bench_cli(quick: Quick = False, output: Output = Format.TABLE, page: Part = None) -> None:
+    """Measure the CPU time of `vitals runs`, `show` and `why` on a run directory."""
+    _run(("cli",), quick=quick, output=output, page=page)
 
 
 def bench_assistants(
@@ -539,6 +545,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         assistants,
         attribution,
         checkpoint,
+        commands,
         corruption,
         dashboard,
         detect,
@@ -566,6 +573,7 @@ def _benches() -> Mapping[str, Mapping[str, Measure]]:
         "checkpoint": checkpoint.PARTS,
         "ingest": ingest.PARTS,
         "query": query.PARTS,
+        "cli": {"cli": commands.measure_commands},
         "assistants": {"assistants": assistants.measure_assistants},
         "agent": agent.PARTS,
         "numbers": numbers.PARTS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from vitals_bench.guard.averages import measure_averages
+from vitals_bench.guard.fixed import measure_fixed
 from vitals_bench.guard.loop import measure_loop
 from vitals_bench.guard.norms import measure_norms
 from vitals_bench.guard.pipelined import measure_pipelined
@@ -22,6 +23,7 @@ PARTS: Mapping[str, Part] = {
     "sharded": measure_sharded,
     "pipelined": measure_pipelined,
     "steps": measure_steps,
+    "fixed": measure_fixed,
     "averages": measure_averages,
     "rules": measure_rules,
     "saying": measure_saying,
