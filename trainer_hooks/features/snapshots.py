@@ -132,7 +132,7 @@ class SnapshotsFeature(StepFeature):
     def annotate(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
         """Add the names of non-finite tensors, and the reason of a missed snapshot."""
         judgement = self._add_nonfinite_parameters(step, judgement)
-        if self._run.is_rank0 and (judgement.findings or step.record.nonfinite_ranks):
+        if (judgement.findings or step.record.nonfinite_ranks) and self._run.is_rank0:
             self._measure_damage(step, judgement.findings)
         if step.record.nonfinite_state or step.record.snapshots_missed:
             if self._state_check is not None:
