@@ -593,7 +593,7 @@ class OnsetTracker:
         before, self._key = self._key, (merged.attempt, merged.step)
         follows = (merged.attempt, merged.step - 1) == before
         if not follows and before[1] >= 0:  # a rollback or restart: no difference to the last step
-            self._applied, self._total = None, math.nan
+            self._applied, self._total, self._num_high = None, math.nan, 0
         self._out, self._looked = [], []
         out, looked = self._out, self._looked
         self._find_setting_changes(merged)
@@ -881,11 +881,12 @@ class OnsetTracker:
             peaks = self._peaks.setdefault(name, _WriteRatioPeaks())
             is_out = peaks.find_outliers(written)
             if is_out.any() and rows.has(name).sum() < len(rows) / 2:
-                # Read after a finding, so it happened before: at the latest, when the loss rose.
+                # It was read after a finding. The loss rose because of it, unless it has a cause.
                 onset, at = self._numbers.onset, int(np.argmax(written))
-                back = 0 if onset is None else self._key[1] - onset.step
+                is_effect = onset is not None and not onset.is_cause and not onset.is_nonfinite
+                back = min(self._key[1] - onset.step, LAG) if onset and is_effect else 0
                 numbers = (self._names[at], RESET_MOMENTS, float(written[at]))
-                self._add_outlier(order, subject, *numbers, steps_back=min(back, LAG))
+                self._add_outlier(order, subject, *numbers, steps_back=back)
             elif is_out.any():
                 at = int(np.argmax(written))
                 is_of_all = order == 3 and int(is_out.sum()) > max(1, len(written) // 2)
