@@ -21,8 +21,8 @@ from trainvitals.records import HUGE_WEIGHT, Finding
 
 _MAX_NAMES = 4
 """Maximum number of non-finite tensors to name."""
-_STEPS_BETWEEN_MOMENTS = 3
-"""Steps between two reads of the optimizer state while findings continue."""
+_STEPS_BETWEEN_READS = 3
+"""Steps between two reads of the state while findings continue."""
 _IS_INTENDED = (
     "; no optimizer has it, so it counts as intended from now on: snapshots continue with it"
 )
@@ -59,8 +59,8 @@ class SnapshotsFeature(StepFeature):
         """The same for parameters that the check after a bad step found."""
         self._nonfinite_row = (-2, -2)
         """First and latest of the non-finite steps in a row, without overflows of a scaler."""
-        self._next_moments_step = 0
-        """First step at which a finding reads the optimizer state again."""
+        self._next_read_step = 0
+        """First step at which a finding reads the state again."""
 
     @classmethod
     def make(cls, run: RunContext) -> Self:
@@ -169,8 +169,8 @@ class SnapshotsFeature(StepFeature):
     def _measure_damage(self, step: ReturnedStep, findings: Sequence[Finding]) -> None:
         """Read state that can explain a problem, on rank 0, which writes the rows of layers.
 
-        Weights at the second non-finite step in a row: a flipped bit of an exponent makes a weight
-        finite and huge, and every later loss NaN. Optimizer state at finite findings.
+        Weights at the second non-finite step in a row, and at a finding of a huge gradient: a
+        flipped bit of an exponent makes a weight finite and huge. Optimizer state at others.
         """
         record, run = step.record, self._run
         is_nonfinite = bool(record.nonfinite_ranks) and not record.overflow
@@ -178,16 +178,19 @@ class SnapshotsFeature(StepFeature):
         if is_nonfinite:
             first = first if last == step.step - 1 else step.step
             self._nonfinite_row = first, step.step
+        is_second = is_nonfinite and step.step == first + 1 and not record.nonfinite_params
+        is_due = bool(findings) and not is_nonfinite and step.step >= self._next_read_step
+        if not is_second and not is_due:
+            return
+        self._next_read_step = step.step + _STEPS_BETWEEN_READS
         samples, device = step.samples or SampledSignals(), run.device
-        if is_nonfinite and step.step == first + 1 and not record.nonfinite_params:
-            with run.faults.fail_open("huge_params"):
+        with run.faults.fail_open("damage"):
+            if is_second or (record.grad_norm or 0.0) > HUGE_WEIGHT:
                 largest = device.norms.largest_weights().items()
                 huge = {name: peak for name, peak in largest if peak > HUGE_WEIGHT}
                 step.samples = samples._replace(huge_parameters=huge)
-        elif findings and not is_nonfinite and step.step >= self._next_moments_step:
-            self._next_moments_step = step.step + _STEPS_BETWEEN_MOMENTS
-            recent = run.emitter.recent_squares
-            with run.faults.fail_open("reset_moments"):
+            else:
+                recent = run.emitter.recent_squares
                 reset = find_reset_layers(device.norms, device.optimizers, recent)
                 step.samples = samples._replace(reset_moments=reset)
 

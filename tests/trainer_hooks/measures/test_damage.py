@@ -18,15 +18,20 @@ def stack():
     return torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(LAYERS)))
 
 
-@pytest.mark.parametrize(("huge", "written"), [(3e37, [41]), (3.0, [])])
-def test_a_weight_that_makes_losses_nan_is_read_at_the_second_of_them(make_loop, huge, written):
+@pytest.mark.parametrize(
+    ("huge", "factor", "written"),
+    [(3e37, math.nan, [41]), (3.0, math.nan, []), (3e12, 1.0, [40, 43])],
+)
+def test_a_huge_weight_is_read_at_the_second_nan_or_at_a_huge_gradient(
+    make_loop, huge, factor, written
+):
     loop = make_loop(model=stack())
     for step in range(45):
         x = torch.randn(8, 4, generator=loop.data)
         loss = loop.model(x).square().mean()
         if step >= 40:
             loop.model[2].weight.data[0, 0] = huge
-            loss = loss * math.nan
+            loss = loss * factor
         loss.backward()
         loop.monitor.step(loss, max_norm=1.0)
     found = loop.journal().layers("weight_norm")

@@ -567,7 +567,7 @@ class OnsetTracker:
         self._loss_after: list[float] = []
         self._key = (0, -1)
         self._lost_since: int | None = None
-        """First of the steps in a row whose loss was non-finite and whose update was skipped."""
+        """First of the skipped steps in a row whose loss or gradient was non-finite or huge."""
         self._durations: deque[float] = deque(maxlen=LAG)
         self._out: list[_SeriesOutlier] = []
         """Series that are out in the current step, except those of speed."""
@@ -600,7 +600,7 @@ class OnsetTracker:
         lossy, zeds = self._judge_losses(merged)
         norm = merged.run.get("grad_norm")
         is_lost = any(each.series == "loss" and each.value is None for each in out)
-        is_lost |= norm is not None and not math.isfinite(norm)
+        is_lost |= norm is not None and not norm <= HUGE_WEIGHT
         if not is_lost or not number(merged.run.get("skipped")):
             self._lost_since = None
         elif self._lost_since is None or not follows:
