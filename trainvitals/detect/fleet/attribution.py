@@ -913,7 +913,8 @@ class OnsetTracker:
         if len(huge) == 1 and self._lost_since is not None:
             at = int(huge[0])
             numbers = (self._names[at], DAMAGED_WEIGHT, float(weights[at]))
-            self._add_outlier(4.4, "layer", *numbers, steps_back=back)
+            # No update makes such a weight, so it does not follow from a high loss before it.
+            self._add_outlier(4.4, "layer", *numbers, steps_back=back, is_apart=True)
 
     def _judge_weight_norms(self, rows: _LayerColumns, *, is_next: bool) -> None:
         """Check whether the norm of a layer's weights is the first change."""
