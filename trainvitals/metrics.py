@@ -359,7 +359,10 @@ LAYER_METRICS: tuple[MetricSpec, ...] = (
         "L2 norm of one layer's gradients before clipping; on /metrics as top-k only.",
     ),
     _layer_metric(
-        "weight_norm", "", "L2 norm of one layer's parameters. Opt-in, as `weight_norm`."
+        "weight_norm",
+        "",
+        "L2 norm of one layer's parameters. Opt-in, as `weight_norm`. Without it, only of a layer "
+        "whose weights were found damaged after bad steps.",
     ),
     _layer_metric(
         "update_norm", "", "L2 norm of one layer's last update. Opt-in, as `update_norm`."
@@ -390,6 +393,7 @@ LAYER_METRICS: tuple[MetricSpec, ...] = (
     _layer_metric(
         "moment_written_ratio",
         "ratio",
-        "The same of the optimizer's state for the layer. Opt-in, as `outside_writes`.",
+        "The same of the optimizer's state for the layer. Opt-in, as `outside_writes`. Without it, "
+        "only of a layer whose second moments were found reset after a finding.",
     ),
 )

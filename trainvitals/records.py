@@ -52,6 +52,8 @@ VERDICT_BITS = {
 }
 """Bits of the column ``steps.verdict``. The first two, OVERFLOW and WITHHELD skip the update; a
 finite outlier alone does not."""
+HUGE_WEIGHT = 1e9
+"""Absolute value that no useful weight has; a flipped exponent bit reaches 1e29 and more."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ from trainer_hooks.exchange.reduce_vector import ReducedNumbers, VerdictFigures
 from trainer_hooks.failopen import FaultCounter
 from trainer_hooks.measures.host import HostMeasurements, Utilization
 from trainer_hooks.measures.sampled import SampledSignals, SignalSampler
-from trainer_hooks.tensors.gradients import ALL
+from trainer_hooks.tensors.gradients import ALL, layer_of
 from trainvitals.catalog import (
     LAYERS_SCHEMA,
     MAX_GROUPS,
@@ -216,6 +216,8 @@ class Emitter:
         """Per optimizer turn, the tenth of steps in which its layers were last written."""
         self._zeros: dict[int, tuple[int, int]] = {}
         """Per turn, the number of gradients that are exactly 0, and the step since which it is."""
+        self.recent_squares: deque[Sequence[float]] = deque(maxlen=8)
+        """Squared gradient norm of each parameter in the latest tenth steps, on rank 0."""
         self._usual_norms: dict[int, float] = {}
         """Per turn, the running mean of the gradient norm, which no single step moves much."""
         self._turn = 0
@@ -406,6 +408,8 @@ class Emitter:
             self._layers_named = True
             event = NamesDefined(stream="layers", names=names)
             self.event(event, step=measured.step, attempt=measured.attempt)
+        if squares is not None and not measured.step % LAYERS_EVERY:
+            self.recent_squares.append(squares)
         head = [measured.step, measured.attempt, measured.time_unix_ns, measured.monotonic_ns]
         for row in self._layers.rows(squares, samples, turn=turn, before=before):
             stream.append([*head, *row])
@@ -576,7 +580,7 @@ class LayerAggregator:
     ) -> None:
         """``first_layers``: layers that keep their ids, which are their positions."""
         self._parts = parts
-        owners = [_layer_of(name) for name in names]
+        owners = [layer_of(name) for name in names]
         self.names = tuple(dict.fromkeys((*first_layers, *owners, *modules)))
         position = {name: i for i, name in enumerate(self.names)}
         self._owner = [position[owner] for owner in owners]
@@ -620,21 +624,21 @@ class LayerAggregator:
             None if s is None else self.norms(s, of) for s, of in zip(squares, parts, strict=True)
         ]
         writes = [self._largest_changes(w) for w in (samples.weight_writes, samples.moment_writes)]
-        damaged_layers = set(map(_layer_of, samples.nonfinite_parameters))
+        damaged_layers = set(map(layer_of, samples.nonfinite_parameters))
+        huge_weights = {layer_of(name): peak for name, peak in samples.huge_parameters.items()}
         for layer, name in enumerate(self.names):
             has_parameters = layer in self._owners
             norms = [norms[layer] if norms and has_parameters else None for norms in by_layer]
             if name in damaged_layers:
                 norms[1] = math.nan  # the weight norm, also in a step that does not sample it
+            elif name in huge_weights:
+                norms[1] = max(norms[1] or 0.0, huge_weights[name])
             activation = samples.activations.get(name, (None, None, None))
             written = [worst[layer] if worst and has_parameters else None for worst in writes]
+            if name in samples.reset_moments:
+                written[1] = samples.reset_moments[name]
             if any(value is not None for value in (*norms, activation[0], *written)):
                 yield [layer, *norms, *activation, *written]
-
-
-def _layer_of(parameter: str) -> str:
-    """Return the layer whose row covers a parameter: its name without the last part."""
-    return parameter.rpartition(".")[0] or parameter
 
 
 # --------------------------------------------------------------------- rank 0's columns

@@ -14,7 +14,8 @@ A signal counts only if all ranks measured it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -169,6 +170,10 @@ class SampledSignals(NamedTuple):
     activations: dict[str, Activation] = {}  # noqa: RUF012 - never written to
     nonfinite_parameters: Sequence[str] = ()
     """Names of parameters that a check after a bad step found NaN or infinite, on this rank."""
+    huge_parameters: Mapping[str, float] = MappingProxyType({})
+    """Largest absolute values of finite parameters that a bad step found damaged."""
+    reset_moments: Mapping[str, float] = MappingProxyType({})
+    """Layers whose optimizer state was found reset after a finding, with the missing share."""
 
     @property
     def by_layer(self) -> bool:

@@ -434,6 +434,11 @@ def scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
 ALL = slice(None)
 
 
+def layer_of(parameter: str) -> str:
+    """Return the layer whose row covers a parameter: its name without the last part."""
+    return parameter.rpartition(".")[0] or parameter
+
+
 class GradNorms:
     """The gradients of all watched parameters and their squares; creation is collective."""
 
@@ -588,3 +593,14 @@ class GradNorms:
         counts = [nonfinite_count([p], self.device) for p in self.local_parameters()]
         are_bad = torch.stack(counts).tolist()
         return [name for name, is_bad in zip(self.local_names, are_bad, strict=True) if is_bad]
+
+    @torch.no_grad()
+    def largest_weights(self) -> dict[str, float]:
+        """Return the largest absolute value of each local parameter; waits for the device.
+
+        Call after a bad step only: it reads all parameters.
+        """
+        parts = [p.float() if p.element_size() == 1 else p for p in self.local_parameters()]
+        peaks = [torch.linalg.vector_norm(p, math.inf) if p.numel() else p.sum() for p in parts]
+        found = torch.stack([peak.to(self.device, torch.float64) for peak in peaks]).tolist()
+        return dict(zip(self.local_names, found, strict=True))

@@ -13,9 +13,11 @@ import numpy as np
 from sqlalchemy import Connection, select
 
 from trainvitals.detect.fleet.attribution import (
+    DAMAGED_WEIGHT,
     INFERRED_WEIGHTS,
     LAG,
     REFERENCE,
+    RESET_MOMENTS,
     WINDOW,
     Next,
     Onset,
@@ -253,6 +255,10 @@ def _onset_text(onset: Onset) -> str:
     if onset.series == "moment_written_ratio":
         whose = f"of {where} " if onset.where else ""
         return f"optimizer state {whose}was written by something else than the optimizer"
+    if onset.series == RESET_MOMENTS:
+        return f"optimizer state of {where} was reset"
+    if onset.series == DAMAGED_WEIGHT:
+        return f"a weight of {where} was damaged"
     if onset.series == INFERRED_WEIGHTS:
         return f"weights of {where}: the gradients of the other layers grew, its own did not,"
     if onset.subject == "lr":
@@ -293,6 +299,10 @@ def _onset_values_text(onset: Onset) -> str:
     """Describe the values of a first change, for the sentence about an incident's cause."""
     if onset.series in ("weight_written_ratio", "moment_written_ratio") or onset.value is None:
         return ""
+    if onset.series == RESET_MOMENTS:
+        return f" or just before (its second moments lack {onset.value:.0%})"
+    if onset.series == DAMAGED_WEIGHT:
+        return f" (it is {onset.value:.3g})"
     if onset.series == INFERRED_WEIGHTS:
         return f" (the others {onset.value:.3g}x their usual norm)"
     if onset.sigmas is None:

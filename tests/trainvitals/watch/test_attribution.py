@@ -350,11 +350,54 @@ def test_weights_that_the_check_finds_moved_first_if_no_update_wrote_them(
 
 
 @pytest.mark.parametrize(
+    ("huge", "loss", "expected"),
+    [
+        (["h.1"], NAN, (BAD, "layer", "h.1", "largest_weight")),
+        (["h.1", "h.3"], NAN, (BAD, "losses", "", "loss")),
+        (["h.1"], 2.0, None),
+    ],
+)
+def test_a_weight_that_is_huge_in_a_row_of_nan_losses_was_damaged_before_the_first(
+    huge, loss, expected
+):
+    tracker = OnsetTracker()
+    for number in range(BAD + 3):
+        step = bare(healthy(number))
+        if number >= BAD:
+            losses = {("rank_loss", rank): loss for rank in range(4)}
+            step = change(step, run={"skipped": 1}, ranks=losses)
+        if number == BAD + 1:
+            step = change(step, layers={(layer, "weight_norm"): 3e37 for layer in huge})
+        tracker.update(step)
+    assert expected == named(tracker, BAD + 2)
+
+
+@pytest.mark.parametrize(
+    ("high", "expected"),
+    [
+        (True, (BAD, "optimizer", "h.1", "second_moments")),
+        (False, (BAD + 3, "optimizer", "h.1", "second_moments")),
+    ],
+)
+def test_optimizer_state_that_is_found_reset_was_so_when_the_loss_rose(high, expected):
+    tracker = OnsetTracker()
+    for number in range(BAD + 8):
+        step = bare(healthy(number))
+        if number >= BAD and high:
+            step = change(step, ranks={("rank_loss", rank): 5.0 for rank in range(4)})
+        if number == BAD + 3:
+            step = change(step, layers={("h.1", "moment_written_ratio"): 0.98})
+        tracker.update(step)
+    assert expected == named(tracker)
+
+
+@pytest.mark.parametrize(
     ("losses", "subject"),
     [
         ([6.0, 5.0, 7.0], "data"),
         ([6.0, 5.0, 4.0, 3.4, 3.0, 2.7, 2.5, 2.4, 2.3, 2.2, 2.2], "losses"),
         ([6.0] * 11, "losses"),
+        ([2.25, 2.3, 2.35, 2.4], "data"),
     ],
 )
 def test_a_loss_that_is_back_at_once_was_due_to_its_data_and_one_that_heals_was_not(

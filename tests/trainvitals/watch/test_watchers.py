@@ -308,6 +308,11 @@ def test_a_fall_within_a_block_is_dated_to_its_first_step(onset: int) -> None:
     assert [onset] == [f.onset_step for f in watched(ThroughputWatcher(), course)]
 
 
+def test_a_stall_right_before_a_fall_is_not_its_first_step() -> None:
+    course = "step_duration_seconds[0] 1x404 70x3 8x193"
+    assert [407] == [f.onset_step for f in watched(ThroughputWatcher(), course)]
+
+
 def test_a_fall_that_becomes_much_larger_is_told_again() -> None:
     course = "step_duration_seconds[0] 1x400 1.2x107 1.6x20 2.4x200"
     told = [(f.step, f.onset_step) for f in watched(ThroughputWatcher(), course)]

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainvitals.detect.fleet.base import MergedStep, finite, number, step_seconds
-from trainvitals.records import RATE_DECLARED
+from trainvitals.records import HUGE_WEIGHT, RATE_DECLARED
 
 Floats = npt.NDArray[np.float64]
 Subject = Literal[
@@ -70,6 +70,8 @@ _JUMP = math.log(5.0)
 """Least rise of gradient norms in one step, as a logarithm, that shows a second problem."""
 _LONGEST_BATCHES = 10
 """Steps of bad data at most; a longer problem is not shown to be the data."""
+_HIGH_STEPS = 3
+"""Steps in a row from which a loss is out that is above every quiet one: each raises the limit."""
 _HEALED = 5
 """Steps after a loss that was out, by which it is known whether it is back."""
 _STILL = 10
@@ -183,6 +185,16 @@ class _SeriesReference:
     def is_judged(self) -> bool:
         """Return whether the series has a normal range, which a first change would leave."""
         return self._scale < math.inf
+
+    @property
+    def peak(self) -> float:
+        """Return the distance from the middle that no quiet value has exceeded."""
+        return max(self._largest, SIGMAS / 2 * self._scale)
+
+    @property
+    def sigmas(self) -> float:
+        """Return the distance of the step's value from the middle, in sigmas."""
+        return self._now / self._scale
 
     def sigmas_beyond_limit(self, value: float) -> float:
         """Return by how many sigmas the step's value left its series' range, otherwise 0."""
@@ -377,7 +389,20 @@ _SETTINGS = ("max_norm", "weight_decay")
 INFERRED_WEIGHTS = "weights"
 """Series of an onset that was inferred: weights of one layer grew if the gradients of all other
 layers did and its own did not, as the chain rule has it."""
-_STATE_SERIES = frozenset({"weight_written_ratio", "moment_written_ratio", INFERRED_WEIGHTS})
+DAMAGED_WEIGHT = "largest_weight"
+"""Series of an onset whose layer has a weight above ``HUGE_WEIGHT``, read after bad steps."""
+RESET_MOMENTS = "second_moments"
+"""Series of an onset whose layer has second moments far below its gradients, read after a finding.
+Rows of ``moment_written_ratio`` for a few layers; a signal that is measured has all of them."""
+_STATE_SERIES = frozenset(
+    {
+        "weight_written_ratio",
+        "moment_written_ratio",
+        INFERRED_WEIGHTS,
+        DAMAGED_WEIGHT,
+        RESET_MOMENTS,
+    }
+)
 _WRITES: tuple[tuple[str, float, Subject], ...] = (
     ("weight_written_ratio", 2, "layer"),
     ("moment_written_ratio", 3, "optimizer"),
@@ -392,6 +417,9 @@ class _LayerColumns:
 
     def __init__(self, names: Sequence[str], layers: Mapping[str, Mapping[str, float]]) -> None:
         self._rows = [layers.get(name, {}) for name in names]
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def column(self, name: str) -> Floats | None:
         """Return a column of the step's layers, NaN if missing in one; None if missing in all."""
@@ -531,11 +559,15 @@ class OnsetTracker:
         """Distance of the step's loss from its middle, and whether it is out."""
         self._high_loss: Onset | None = None
         """Onset of a finite loss that is out, also while a later NaN has its own onset."""
+        self._num_high = 0
+        """Steps in a row, up to this one, whose loss is above all in its reference."""
+        self._high_from = math.inf
+        """Height of that loss above the middle, when the row began."""
         self._loss_bad: list[float] = []
         self._loss_after: list[float] = []
         self._key = (0, -1)
         self._lost_since: int | None = None
-        """First of the steps in a row whose loss was non-finite and whose update was skipped."""
+        """First of the skipped steps in a row whose loss or gradient was non-finite or huge."""
         self._durations: deque[float] = deque(maxlen=LAG)
         self._out: list[_SeriesOutlier] = []
         """Series that are out in the current step, except those of speed."""
@@ -561,12 +593,14 @@ class OnsetTracker:
         before, self._key = self._key, (merged.attempt, merged.step)
         follows = (merged.attempt, merged.step - 1) == before
         if not follows and before[1] >= 0:  # a rollback or restart: no difference to the last step
-            self._applied, self._total = None, math.nan
+            self._applied, self._total, self._num_high = None, math.nan, 0
         self._out, self._looked = [], []
         out, looked = self._out, self._looked
         self._find_setting_changes(merged)
         lossy, zeds = self._judge_losses(merged)
+        norm = merged.run.get("grad_norm")
         is_lost = any(each.series == "loss" and each.value is None for each in out)
+        is_lost |= norm is not None and not norm <= HUGE_WEIGHT
         if not is_lost or not number(merged.run.get("skipped")):
             self._lost_since = None
         elif self._lost_since is None or not follows:
@@ -715,7 +749,7 @@ class OnsetTracker:
             finite_losses = [loss]
         losses, ranks = finite(finite_losses)
         lossy = len(ranks) < len(finite_losses)
-        self._loss_height = None
+        self._loss_height, num_high, self._num_high = None, self._num_high, 0
         if lossy:
             bad = [rank for rank, value in enumerate(finite_losses) if number(value) is None]
             where = f"rank:{bad[0]}" if len(bad) == 1 < len(finite_losses) else ""
@@ -723,22 +757,28 @@ class OnsetTracker:
             has_activations = "activation_rms" in self._of_layers
             self._add_outlier(7, "loss" if has_activations else "losses", where, "loss")
         elif losses:
-            lossy = self._judge_finite_losses(losses)
+            lossy = self._judge_finite_losses(losses, num_high)
         self._judge_rank_norms(merged, lossy=lossy)
         sigmas, _ = self._check_series("total", _log(number(merged.run.get("grad_norm"))))
         return lossy, sigmas
 
-    def _judge_finite_losses(self, losses: Sequence[float]) -> bool:
+    def _judge_finite_losses(self, losses: Sequence[float], num_high: int) -> bool:
         """Check the ranks' finite losses for a first change; return whether one left its range."""
         mean = math.fsum(losses) / len(losses)
         sigmas, middle = self._check_series("loss", mean)
-        self._loss_height = (mean - middle, sigmas > 0.0)
-        if sigmas > SIGMAS:
+        if not num_high:
+            self._high_from = self._series["loss"].peak
+        is_high = mean - middle > self._high_from
+        self._num_high = num_high + 1 if is_high else 0
+        self._loss_height = (mean - middle, sigmas > 0.0 or is_high)
+        if sigmas > SIGMAS or self._num_high >= _HIGH_STEPS:
             # Damaged weights raise every rank's loss, as bad data do.
             subject: Subject = "data" if "weight_written_ratio" in self._peaks else "losses"
             where = "rank:0" if subject == "data" and len(losses) == 1 else ""
-            self._add_outlier(10, subject, where, "loss", mean, middle, sigmas)
-        lossy = sigmas > SIGMAS / 2
+            back = _HIGH_STEPS - 1 if sigmas <= SIGMAS and self._num_high == _HIGH_STEPS else 0
+            numbers = (mean, middle, sigmas or self._series["loss"].sigmas)
+            self._add_outlier(10, subject, where, "loss", *numbers, steps_back=back)
+        lossy = sigmas > SIGMAS / 2 or self._num_high >= _HIGH_STEPS
         if 1 < len(losses) <= MOST_RANKS:
             others = _medians_of_others(losses)
             zeds = self._check_rank_series("rank_loss", losses, others)
@@ -840,7 +880,14 @@ class OnsetTracker:
             written = np.where(rows.has(name), np.where(np.isnan(written), np.inf, written), 0.0)
             peaks = self._peaks.setdefault(name, _WriteRatioPeaks())
             is_out = peaks.find_outliers(written)
-            if is_out.any():
+            if is_out.any() and rows.has(name).sum() < len(rows) / 2:
+                # It was read after a finding. The loss rose because of it, unless it has a cause.
+                onset, at = self._numbers.onset, int(np.argmax(written))
+                is_effect = onset is not None and not onset.is_cause and not onset.is_nonfinite
+                back = min(self._key[1] - onset.step, LAG) if onset and is_effect else 0
+                numbers = (self._names[at], RESET_MOMENTS, float(written[at]))
+                self._add_outlier(order, subject, *numbers, steps_back=back)
+            elif is_out.any():
                 at = int(np.argmax(written))
                 is_of_all = order == 3 and int(is_out.sum()) > max(1, len(written) // 2)
                 value = float(written[at]) if np.isfinite(written[at]) else None
@@ -855,13 +902,19 @@ class OnsetTracker:
         A skipped update changes nothing: the weights were so before the first bad loss of the row.
         """
         weights = rows.column("weight_norm")
-        if weights is None or not number(merged.run.get("nonfinite_params")):
+        if weights is None:
             return
+        back = 0 if self._lost_since is None else merged.step - self._lost_since
         bad = np.flatnonzero(~np.isfinite(weights) & rows.has("weight_norm"))
-        if len(bad):
-            back = 0 if self._lost_since is None else merged.step - self._lost_since
+        if len(bad) and number(merged.run.get("nonfinite_params")):
             where = self._names[int(bad[0])] if len(bad) == 1 else ""
             self._add_outlier(4.4, "layer", where, "weight_norm", steps_back=back)
+        huge = np.flatnonzero(np.where(np.isfinite(weights), weights, 0.0) > HUGE_WEIGHT)
+        if len(huge) == 1 and self._lost_since is not None:
+            at = int(huge[0])
+            numbers = (self._names[at], DAMAGED_WEIGHT, float(weights[at]))
+            # No update makes such a weight, so it does not follow from a high loss before it.
+            self._add_outlier(4.4, "layer", *numbers, steps_back=back, is_apart=True)
 
     def _judge_weight_norms(self, rows: _LayerColumns, *, is_next: bool) -> None:
         """Check whether the norm of a layer's weights is the first change."""

@@ -263,10 +263,13 @@ class ThroughputWatcher(LastingWatcher):
         """Return the step from which steps cost as much as now (CUSUM over the latest blocks).
 
         Until then the sum of costs above the middle falls, so it is lowest right before that step.
+        A stall right before it, whose steps cost far more, is a problem apart: it counts as 0.
         """
-        middle = (level + cost) / 2
-        sums = [*accumulate((min(c, cost) - middle for c in self._costs), initial=0.0)]
-        return self._steps[min(sums.index(min(sums)), len(self._steps) - 1)]
+        middle, highest = (level + cost) / 2, cost + max(cost - level, math.log(2.0))
+        excess = [min(c, cost) - middle if c < highest else 0.0 for c in self._costs]
+        sums = [*accumulate(excess, initial=0.0)]
+        last_lowest = len(sums) - 1 - sums[::-1].index(min(sums))
+        return self._steps[min(last_lowest, len(self._steps) - 1)]
 
     def _update_best(self, cost: float) -> None:
         """Update the run's best throughput, and its noise, by a block's cost."""
