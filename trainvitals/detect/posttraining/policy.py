@@ -39,17 +39,29 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
     """
 
     name = "policy_collapse"
-    STATE = ("_entropy", "_reward", "_cut")
+    STATE = ("_entropy", "_reward", "_cut", "_num_before")
 
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
         super().__init__(config)
         self._entropy = ShortLevel()
         self._reward = RewardCourse(self._config)
         self._cut = ShareCourse(self._config.window)
+        self._num_before: int | None = None
+        """Rewards from before the entropy was low; -1 if the start of the run is unknown."""
 
     def _courses(self) -> Sequence[ValueCourse]:
         """Return the levels of entropy, reward and cut completions that a restart resets."""
         return (self._entropy, self._reward, self._cut)
+
+    def _restarted(self, merged: MergedStep) -> None:
+        """Compare no rewards with those of another attempt or process of the policy."""
+        super()._restarted(merged)
+        self._num_before = -1
+
+    def rebaseline(self) -> None:
+        """Compare no rewards with those from before the announced change."""
+        super().rebaseline()
+        self._num_before = -1
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         """Judge entropy and reward of a logged step: a policy that became deterministic."""
@@ -65,6 +77,8 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
         self._note_beyond(level <= limit)
         if level > limit:
             return self._end_condition()
+        if self._num_before is None:
+            self._num_before = self._reward.num
         if (sign := self._failure()) is None:
             return ()  # unknown is not healthy
         if not sign:
@@ -90,6 +104,8 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
                 f"{mean:.0%} of the completions are cut at the length limit (lowest share before: "
                 f"{cut.lowest:.0%})"
             )
+        if outcome == "unknown" and self._reward.is_without_gain(self._num_before or 0):
+            return self._reward.describe()
         return None if outcome == "unknown" else ""
 
 
@@ -120,7 +136,8 @@ class DeadRewardWatcher(PostTrainingWatcher):
         if share is None:
             return ()
         self._share.add(share, merged.step)
-        mean, config = self._share.mean, self._config
+        is_sudden, config = self._reward.is_sudden, self._config
+        mean = self._share.latest if is_sudden else self._share.mean
         if mean is None or self._reward.level is None:
             return ()
         self._note_beyond(mean >= config.dead_share)
@@ -260,7 +277,8 @@ class TruncationWatcher(PostTrainingWatcher):
         if cut is None:
             return ()
         self._cut.add(cut, merged.step)
-        mean, config = self._cut.mean, self._config
+        is_sudden, config = self._reward.is_sudden, self._config
+        mean = self._cut.latest if is_sudden else self._cut.mean
         if mean is None:
             return ()
         self._note_beyond(mean >= config.cut_share)
