@@ -284,6 +284,13 @@ class RewardCourse(ValueCourse):
         """Return the latest rewards, which show a sudden loss."""
         return list(self._recent)[-_SUDDEN:]
 
+    @property
+    def _is_at_bound(self) -> bool:
+        """Return whether the reward may be the best possible one: its highest value recurs."""
+        highest = self._trend.highest
+        is_solved = 0.0 <= self._trend.lowest and _SOLVED <= (self.level or 0.0) <= highest <= 1.0
+        return is_solved or (highest > 0.0 and self._values.count(highest) > 1)
+
     def is_without_gain(self, num_before: int) -> bool:
         """Return whether a policy with little entropy gained no reward.
 
@@ -292,8 +299,8 @@ class RewardCourse(ValueCourse):
                 may be smaller than the noise.
         """
         before, after = list(self._values)[:num_before], list(self._values)[num_before:]
-        is_early = _SHORT <= num_before <= _FEW and self._trend.num == len(self._values)
-        if not is_early or len(after) < _LOW_VALUES or self._trend.is_cut_off:
+        is_early = _SHORT <= num_before <= _FEW and self.num == len(self._values)
+        if not is_early or len(after) < _LOW_VALUES or self._is_at_bound:
             return False
         means = [sum(part) / len(part) for part in (before, after)]
         square = sum(
@@ -495,6 +502,11 @@ class ShortLevel(ValueCourse):
         """Discard the policy's entropy or ratio logged at a step or after it."""
         (self.highest,) = self._milestones.go_back(step) or (None,)
         self._recent.clear()
+
+    @property
+    def latest(self) -> float:
+        """Return the median of the latest values of entropy or ratio, for a sudden change."""
+        return upper_median(list(self._recent)[-_SUDDEN:])
 
     def rebaseline(self) -> None:
         """Keep the highest level: new data do not give a policy more entropy."""

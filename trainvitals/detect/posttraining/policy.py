@@ -27,6 +27,11 @@ _LEVEL = 3
 """Evaluations whose median is the held-out level."""
 _DRIFT_EVALUATIONS = 16
 """Evaluations over which a drift without direction adds up."""
+_FALLING = 0.75
+"""Smallest loss of a held-out reward that falls twice in a row, compared with noise and drift."""
+_FALLING_PART = 0.05
+"""Smallest loss of a held-out reward that falls while the training reward rises, as a part of its
+gain."""
 
 
 class PolicyCollapseWatcher(PostTrainingWatcher):
@@ -74,6 +79,7 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
         if level is None or highest is None or highest <= 0.0:
             return ()
         limit = self._config.entropy_part * highest
+        level = self._entropy.latest if self._reward.is_sudden else level
         self._note_beyond(level <= limit)
         if level > limit:
             return self._end_condition()
@@ -314,7 +320,8 @@ class RewardHackingWatcher(PostTrainingWatcher):
     """
 
     name = "reward_hacking"
-    STATE = ("_reward", "_held_out", "_first", "_best", "_num_below", "_milestones")
+    STATE = ("_reward", "_held_out", "_first", "_best", "_num_below", "_num_since", "_evaluated_at",
+             "_milestones")  # fmt: skip
 
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
         super().__init__(config)
@@ -324,6 +331,10 @@ class RewardHackingWatcher(PostTrainingWatcher):
         """The first evaluation, and the best one."""
         self._best: float | None = None
         self._num_below = 0
+        self._num_since = 0
+        """Evaluations since the best one."""
+        self._evaluated_at = -1
+        """Step of the latest evaluation."""
         self._milestones = Milestones()
 
     def _courses(self) -> Sequence[ValueCourse]:
@@ -354,8 +365,11 @@ class RewardHackingWatcher(PostTrainingWatcher):
         self._held_out.append(held_out)
         # The highest of many single evaluations is mostly noise.
         level = upper_median(list(self._held_out)[-_LEVEL:])
-        if len(self._held_out) >= _LEVEL:
-            self._best = level if self._best is None else max(self._best, level)
+        self._num_since = min(self._num_since + 1, 1 << 30)
+        if len(self._held_out) >= _LEVEL and (self._best is None or level > self._best):
+            self._best, self._num_since = level, 1
+        has_new_best = self._reward.best_step > self._evaluated_at >= 0
+        self._evaluated_at = merged.step
         first = self._first = held_out if self._first is None else self._first
         best = first if self._best is None else self._best
         self._milestones.add(merged.step, first, best)
@@ -364,8 +378,9 @@ class RewardHackingWatcher(PostTrainingWatcher):
         limit = best - config.held_out_part * gain
         is_below = gain > self._reach() and held_out <= limit
         self._num_below = min(self._num_below + 1, 1 << 30) if is_below else 0
-        self._note_beyond(is_below)
-        if self._num_below < config.held_out_values:
+        is_falling = has_new_best and gain > self._reach() and self._is_falling(best, gain)
+        self._note_beyond(is_below or is_falling)
+        if self._num_below < config.held_out_values and not is_falling:
             return self._end_condition()
         outcome = self._reward.outcome
         if outcome == "unknown":
@@ -380,10 +395,19 @@ class RewardHackingWatcher(PostTrainingWatcher):
         )
         return self._begin_condition(merged, reason, value=held_out, limit=limit)
 
-    def _reach(self) -> float:
+    def _is_falling(self, best: float, gain: float) -> bool:
+        """Return whether the latest evaluations of the held-out reward fell by more than noise."""
+        *_, third, second, last = self._held_out
+        loss = max(_FALLING_PART * gain, _FALLING * self._reach(self._num_since))
+        return last < second < third and last <= best - loss
+
+    def _reach(self, num: int = _MAX_EVALUATIONS) -> float:
         """Return the gain of held-out reward that noise or a drift without direction may have.
 
         Second differences contain no steady rise or fall.
+
+        Args:
+            num: evaluations over which a drift adds up.
         """
         values = list(self._held_out)
         bends = [
@@ -391,4 +415,5 @@ class RewardHackingWatcher(PostTrainingWatcher):
         ]
         if len(bends) < _LEVEL:
             return math.inf
-        return 2.0 * upper_median(bends) * math.sqrt(min(len(values), _DRIFT_EVALUATIONS))
+        num = min(len(values), num, _DRIFT_EVALUATIONS)
+        return 2.0 * upper_median(bends) * math.sqrt(num)
