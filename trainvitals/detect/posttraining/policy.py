@@ -38,9 +38,11 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
     """Reports a policy that became nearly deterministic without success.
 
     The entropy is below a tenth of its highest level, and the reward was lost or did not rise in
-    100 values or more, or completions began to run into the length limit. Without a reward or a
-    share of cut completions it abstains. A reward that is at least 0.9 of 1, or whose highest
-    values are cut off, may be solved from the start: it is not called flat.
+    100 values or more, or completions began to run into the length limit. If the entropy became so
+    low within 30 values, 12 more without a gain of reward are enough: a success as fast as this is
+    larger than the noise. Without a reward or a share of cut completions it abstains. A reward that
+    is at least 0.9 of 1, or whose highest values are cut off or recur, may be solved from the
+    start: it is not called flat.
     """
 
     name = "policy_collapse"
@@ -118,8 +120,8 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
 class DeadRewardWatcher(PostTrainingWatcher):
     """Reports groups without a gradient: all completions of a group have the same reward.
 
-    At least 90% of the groups are so, over 20 values, and the reward was lost. A solved task has
-    equal rewards too, and is not reported. A run that never had a gradient, whatever its reward, is
+    At least 90% of the groups are so, over 20 values, and the reward was lost; over 3 values if it
+    was lost within as many. A solved task has equal rewards too, and is not reported. A run that never had a gradient, whatever its reward, is
     reported after 100 values.
     """
 
@@ -260,7 +262,7 @@ class TruncationWatcher(PostTrainingWatcher):
     """Reports that nearly all completions are cut at the length limit, without success.
 
     At least 80% are cut, over 20 values, and the reward was lost, or did not rise in 100 values or
-    more. If completions grew until at least 98% are cut, 30 values without a gain of reward are
+    more; over 3 values if it was lost within as many. If completions grew until at least 98% are cut, 30 values without a gain of reward are
     enough. A run that learns while all completions have full length is not reported.
     """
 
@@ -315,8 +317,9 @@ class TruncationWatcher(PostTrainingWatcher):
 class RewardHackingWatcher(PostTrainingWatcher):
     """Reports a training reward that stays at its best while a held-out reward is lost.
 
-    The held-out reward lost half of its gain in three consecutive evaluations. Without evaluations
-    it abstains.
+    The held-out reward lost half of its gain in three consecutive evaluations. Or it fell in two
+    consecutive ones, by 5% of its gain and by more than noise and drift explain, while the training
+    reward reached a new best. Without evaluations it abstains.
     """
 
     name = "reward_hacking"
