@@ -288,7 +288,7 @@ class RewardCourse(ValueCourse):
     def _is_at_bound(self) -> bool:
         """Return whether the reward may be the best possible one: its highest value recurs."""
         highest = self._trend.highest
-        is_solved = 0.0 <= self._trend.lowest and _SOLVED <= (self.level or 0.0) <= highest <= 1.0
+        is_solved = self._trend.lowest >= 0.0 and _SOLVED <= (self.level or 0.0) <= highest <= 1.0
         return is_solved or (highest > 0.0 and self._values.count(highest) > 1)
 
     def is_without_gain(self, num_before: int) -> bool:
@@ -304,13 +304,11 @@ class RewardCourse(ValueCourse):
             return False
         means = [sum(part) / len(part) for part in (before, after)]
         square = sum(
-            (value - mean) ** 2
+            (value - mean) * (value - mean)
             for part, mean in zip((before, after), means, strict=True)
             for value in part
         )
-        error = math.sqrt(
-            square / (len(self._values) - 2) * (1.0 / len(before) + 1.0 / len(after))
-        )
+        error = math.sqrt(square / (len(self._values) - 2) * (1.0 / len(before) + 1.0 / len(after)))
         return means[1] - means[0] < _GAINED * error
 
     def describe(self) -> str:

@@ -121,8 +121,8 @@ class DeadRewardWatcher(PostTrainingWatcher):
     """Reports groups without a gradient: all completions of a group have the same reward.
 
     At least 90% of the groups are so, over 20 values, and the reward was lost; over 3 values if it
-    was lost within as many. A solved task has equal rewards too, and is not reported. A run that never had a gradient, whatever its reward, is
-    reported after 100 values.
+    was lost within as many. A solved task has equal rewards too, and is not reported. A run that
+    never had a gradient, whatever its reward, is reported after 100 values.
     """
 
     name = "dead_reward"
@@ -262,8 +262,9 @@ class TruncationWatcher(PostTrainingWatcher):
     """Reports that nearly all completions are cut at the length limit, without success.
 
     At least 80% are cut, over 20 values, and the reward was lost, or did not rise in 100 values or
-    more; over 3 values if it was lost within as many. If completions grew until at least 98% are cut, 30 values without a gain of reward are
-    enough. A run that learns while all completions have full length is not reported.
+    more; over 3 values if it was lost within as many. If completions grew until at least 98% are
+    cut, 30 values without a gain of reward are enough. A run that learns while all completions have
+    full length is not reported.
     """
 
     name = "truncation"

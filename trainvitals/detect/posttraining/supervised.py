@@ -98,8 +98,8 @@ class MemorizedWatcher(PostTrainingWatcher):
 
     The evaluation loss is 5% above its best (at least 0.05 nats). And the training loss is at most
     0.4 of it while the evaluation is at least 0.5, or it falls in a step at the start of each epoch
-    and not in between. Without evaluations only a training loss of at most 0.05 from the first step on
-    is reported: such a run has nothing to learn.
+    and not in between. Without evaluations only a training loss of at most 0.05 from the first step
+    on is reported: such a run has nothing to learn.
     """
 
     name = "memorized"
