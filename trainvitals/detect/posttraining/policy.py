@@ -27,8 +27,6 @@ _LEVEL = 3
 """Evaluations whose median is the held-out level."""
 _DRIFT_EVALUATIONS = 16
 """Evaluations over which a drift without direction adds up."""
-_FALLING = 0.75
-"""Smallest loss of a held-out reward that falls twice in a row, compared with noise and drift."""
 _FALLING_PART = 0.05
 """Smallest loss of a held-out reward that falls while the training reward rises, as a part of its
 gain."""
@@ -402,7 +400,7 @@ class RewardHackingWatcher(PostTrainingWatcher):
     def _is_falling(self, best: float, gain: float) -> bool:
         """Return whether the latest evaluations of the held-out reward fell by more than noise."""
         *_, third, second, last = self._held_out
-        loss = max(_FALLING_PART * gain, _FALLING * self._reach(self._num_since))
+        loss = max(_FALLING_PART * gain, self._reach(self._num_since))
         return last < second < third and last <= best - loss
 
     def _reach(self, num: int = _MAX_EVALUATIONS) -> float:
