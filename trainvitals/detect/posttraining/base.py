@@ -216,7 +216,7 @@ class RewardCourse(ValueCourse):
         return upper_median(self._early) if self._early else 0.0
 
     @property
-    def _fast_sigma(self) -> float:
+    def noise(self) -> float:
         """Return the reward's standard deviation, from its changes; the largest are left out."""
         changes = sorted(abs(b - a) for a, b in pairwise(self._values))
         del changes[len(changes) - int(_OUTLIERS * len(changes)) :]
@@ -253,7 +253,7 @@ class RewardCourse(ValueCourse):
         num_values = min(3 * config.window, _MAX_VALUES)
         if level is None or best is None or len(self._values) < num_values:
             return "unknown", False
-        first, fast = self.first, self._fast_sigma
+        first, fast = self.first, self.noise
         drift = drift_variance(self._values, fast)
         noise = config.gain_sigmas * self._sigma(fast, drift)
         least = _LEAST_GAIN * max(abs(best), abs(first))

@@ -318,12 +318,12 @@ class RewardHackingWatcher(PostTrainingWatcher):
 
     The held-out reward lost half of its gain in three consecutive evaluations. Or it fell in two
     consecutive ones, by 5% of its gain and by more than noise and drift explain, while the training
-    reward reached a new best. Without evaluations it abstains.
+    reward rose by more than its noise. Without evaluations it abstains.
     """
 
     name = "reward_hacking"
-    STATE = ("_reward", "_held_out", "_first", "_best", "_num_below", "_num_since", "_evaluated_at",
-             "_milestones")  # fmt: skip
+    STATE = ("_reward", "_held_out", "_first", "_best", "_num_below", "_num_since",
+             "_reward_at_best", "_milestones")  # fmt: skip
 
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
         super().__init__(config)
@@ -335,8 +335,8 @@ class RewardHackingWatcher(PostTrainingWatcher):
         self._num_below = 0
         self._num_since = 0
         """Evaluations since the best one."""
-        self._evaluated_at = -1
-        """Step of the latest evaluation."""
+        self._reward_at_best: float | None = None
+        """Level of the training reward at that time."""
         self._milestones = Milestones()
 
     def _courses(self) -> Sequence[ValueCourse]:
@@ -348,6 +348,7 @@ class RewardHackingWatcher(PostTrainingWatcher):
         if merged.step <= self._step:
             self._first, self._best = self._milestones.go_back(merged.step) or (None, None)
             self._held_out.clear()
+            self._reward_at_best = None
         super()._restarted(merged)
         self._num_below = 0
 
@@ -357,6 +358,7 @@ class RewardHackingWatcher(PostTrainingWatcher):
         self._held_out.clear()
         self._milestones.clear()
         self._first, self._best, self._num_below = None, None, 0
+        self._reward_at_best = None
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         """Judge the training reward and the held-out reward of a logged step."""
@@ -369,9 +371,7 @@ class RewardHackingWatcher(PostTrainingWatcher):
         level = upper_median(list(self._held_out)[-_LEVEL:])
         self._num_since = min(self._num_since + 1, 1 << 30)
         if len(self._held_out) >= _LEVEL and (self._best is None or level > self._best):
-            self._best, self._num_since = level, 1
-        has_new_best = self._reward.best_step > self._evaluated_at >= 0
-        self._evaluated_at = merged.step
+            self._best, self._num_since, self._reward_at_best = level, 1, self._reward.level
         first = self._first = held_out if self._first is None else self._first
         best = first if self._best is None else self._best
         self._milestones.add(merged.step, first, best)
@@ -380,7 +380,7 @@ class RewardHackingWatcher(PostTrainingWatcher):
         limit = best - config.held_out_part * gain
         is_below = gain > self._reach() and held_out <= limit
         self._num_below = min(self._num_below + 1, 1 << 30) if is_below else 0
-        is_falling = has_new_best and gain > self._reach() and self._is_falling(best, gain)
+        is_falling = gain > self._reach() and self._is_falling(best, gain)
         self._note_beyond(is_below or is_falling)
         if self._num_below < config.held_out_values and not is_falling:
             return self._end_condition()
@@ -398,7 +398,10 @@ class RewardHackingWatcher(PostTrainingWatcher):
         return self._begin_condition(merged, reason, value=held_out, limit=limit)
 
     def _is_falling(self, best: float, gain: float) -> bool:
-        """Return whether the latest evaluations of the held-out reward fell by more than noise."""
+        """Return whether the held-out reward falls, by more than noise, as the other rises."""
+        level, before = self._reward.level, self._reward_at_best
+        if level is None or before is None or level <= before + self._reward.noise:
+            return False
         *_, third, second, last = self._held_out
         loss = max(_FALLING_PART * gain, self._reach(self._num_since))
         return last < second < third and last <= best - loss
