@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from docs.drawn import collapse
 from docs.drawn.entries import ENTRIES, IN_LOOP, OF_NODES, OF_SCALARS, OF_STEPS
 from docs.drawn.entry import Entry
 from docs.drawn.svg import Panel, draw
@@ -138,10 +139,12 @@ def images() -> dict[str, str]:
         f"{FOLDER}/{entry.name}.svg": draw(drawn()[entry.name], _alternative(entry))
         for entry in ENTRIES
     }
-    return of_detectors | {
+    of_trainings = {
         f"{FOLDER}/{TRAINED}_{training.name}.svg": draw(panels(training), training.title)
         for training in TRAININGS
     }
+    of_guide = {"images/collapse.svg": draw(collapse.panels(), collapse.TITLE)}
+    return of_detectors | of_trainings | of_guide
 
 
 @cache

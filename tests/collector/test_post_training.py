@@ -16,7 +16,7 @@ from trainvitals.records import NamesDefined, RunEnded, RunInfo, RunStarted
 from vitals_collector.queries.advice import advice
 
 IDS = {"entropy": 0, "reward": 1, "kl": 2, "completions/mean_length": 3}
-ONSET, STEP, LAST = 54, 75, 110
+ONSET, STEP, LAST = 54, 72, 110
 """The entropy falls at step 50, the reward at step 70."""
 
 

@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from docs.draw_detectors import drawn, images, page
+from docs.drawn import collapse
 from docs.drawn.entries import ENTRIES, IN_LOOP
 from docs.drawn.svg import WIDTH, Line, Panel, draw
 from docs.drawn.trained import FAULT, TRAININGS, heard, is_found, panels, read, withheld
@@ -109,6 +110,12 @@ class TestTrainings:
     def test_the_page_says_of_each_detector_what_it_is_worth_there(self, training):
         assert f"**{training.title}.** {training.about}" in page()
         assert f"(images/detectors/trained_{training.name}.svg)" in page()
+
+
+def test_the_collapse_of_the_guide_has_a_dot_for_its_fault_and_one_for_its_report():
+    tree = ElementTree.fromstring(images()["images/collapse.svg"])
+    dots = [dot.get("class") for dot in tree.iter(f"{SVG}circle")]
+    assert ["other", "advisory"] * len(collapse.panels()) == dots
 
 
 class TestDrawing:

@@ -198,11 +198,12 @@ IN_STORES = {
 
 
 OF_SCALARS = {
-    "policy_collapse": "place episode beyond_since entropy reward cut",
+    "policy_collapse": "place episode beyond_since entropy reward cut num_before",
     "dead_reward": "place episode beyond_since share reward",
     "kl_runaway": "place episode beyond_since recent first at_best reward milestones",
     "truncation": "place episode beyond_since cut reward",
-    "reward_hacking": "place episode beyond_since reward held_out first best num_below milestones",
+    "reward_hacking": "place episode beyond_since reward held_out first best num_below num_since "
+    "reward_at_best milestones",
     "policy_ratio": "place episode beyond_since clipped ratio",
     "sampler_gap": "place episode beyond_since gap",
     "preference": "place episode beyond_since chosen rejected rewards first first_at early "

@@ -215,11 +215,12 @@ def _of_part(title: str, outcomes: Sequence[Outcome]) -> Iterator[Row]:
         )  # fmt: skip
     lost = [o for o in faulty if o.lost_at is not None and o.kind != _TOY]
     num_before = sum(o.reported_at is not None and o.reported_at <= (o.lost_at or 0) for o in lost)
+    num_same = sum(o.reported_at == o.lost_at for o in lost)
     if lost:
         yield Row(
             name=f"faults reported before a tenth of the success was lost, {title}",
             ours=100 * num_before / len(lost), unit="%",
-            note=f"{num_before} of {len(lost)} in which it is lost",
+            note=f"{num_before} of {len(lost)} in which it is lost; {num_same} in the same step",
         )  # fmt: skip
     waits = [
         math.inf if o.reported_at is None else float(o.reported_at - o.low_entropy_at)

@@ -330,6 +330,61 @@ def test_a_reward_that_is_lost_soon_after_its_rise_is_reported_at_once():
     assert "at its best" in findings[0].reason
 
 
+def parser_breaks(num_broken: int) -> list[dict[str, float]]:
+    """A task that is learned; then its reward is 0 for all, for some values."""
+    rows = [
+        {"reward": noisy(0.1 + 0.6 * min(n / 40, 1.0), n), "frac_reward_zero_std": 0.1}
+        for n in range(100)
+    ]
+    for row in rows[60 : 60 + num_broken]:
+        row |= {"reward": 0.0, "frac_reward_zero_std": 1.0}
+    return rows
+
+
+def test_a_reward_that_is_lost_at_once_is_reported_after_three_values():
+    assert [(62, "dead_reward")] == causes(judged(parser_breaks(40)))
+    assert [] == causes(judged(parser_breaks(2)))
+
+
+def test_a_noisy_reward_is_not_lost_at_once():
+    rows = [
+        {
+            "reward": 0.2 + 0.3 * min(n / 60, 1.0) + noise,
+            "entropy": 2.0 * 0.02 ** min(n / 60, 1.0),
+            "frac_reward_zero_std": 0.95 * min(n / 60, 1.0),
+        }
+        for n, noise in enumerate(gauss(7, 600, 0.15))
+    ]
+    assert [] == causes(judged(rows))
+
+
+def without_signal(gain: float, seed: int, *, num_falls: int = 8) -> Rows:
+    """A policy that loses its entropy in the first values."""
+    return [
+        {"reward": gain * min(n / num_falls, 1.0) + noise, "entropy": 2.0 * 0.03 ** (n / num_falls)}
+        for n, noise in enumerate(gauss(seed, 60, 0.1))
+    ]
+
+
+def test_a_policy_that_loses_its_entropy_at_once_without_a_gain_is_reported_within_20_values():
+    runs = [causes(judged(without_signal(0.0, seed))) for seed in range(20)]
+    low = 6  # the entropy is below a tenth of its level
+    assert 18 <= sum(bool(run) and run[0][0] <= low + 20 for run in runs)
+    assert {"policy_collapse"} == {cause for run in runs for _, cause in run}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_policy_that_loses_its_entropy_as_fast_with_a_gain_is_silent(seed: int):
+    assert [] == causes(judged(without_signal(0.5, seed)))
+    assert [] == causes(judged(without_signal(0.0, seed), changes=[4]))
+    assert [] == causes(judged(without_signal(0.0, seed, num_falls=50)[:60]))
+
+
+def test_a_reward_with_equal_highest_values_may_be_the_best_possible_one():
+    rows = [row | {"reward": min(row["reward"], 0.05) + 2.0} for row in without_signal(0.0, 3)]
+    assert [] == causes(judged(rows))
+
+
 def test_a_dead_reward_after_an_announced_change_is_reported():
     dead = [{"reward": 0.0, "frac_reward_zero_std": 1.0}] * 200
     assert [(99, "dead_reward")] == causes(judged(dead, changes=[0]))
@@ -399,6 +454,26 @@ def test_a_held_out_reward_that_is_lost_while_the_training_reward_stays():
     assert ("reward_hacking", "advisory") == (finding.kind, finding.level)
     both = [row | {"reward": row.get("eval/reward", 0.3)} for row in rows[:60]]
     assert [] == causes(judged(both))
+
+
+def test_a_held_out_reward_that_falls_while_the_training_reward_rises_is_reported_early():
+    def rows(fall: float) -> Rows:
+        return [
+            {"reward": noisy(0.01 * n, n)}
+            | (
+                {}
+                if n % 5
+                else {
+                    "eval/reward": noisy(0.01 * min(n, 60) - fall * max(n - 60, 0), n, 0.002),
+                }
+            )
+            for n in range(100)
+        ]
+
+    assert [(70, "reward_hacking")] == causes(judged(rows(0.008)))
+    assert [] == causes(judged(rows(0.0)))
+    steady = [row | {"reward": noisy(min(0.01 * n, 0.6), n)} for n, row in enumerate(rows(0.002))]
+    assert [] == causes(judged(steady))
 
 
 @pytest.mark.parametrize(
@@ -622,7 +697,7 @@ def test_a_collapse_began_when_the_entropy_was_low_and_is_certain_later():
     rows += [{"entropy": 0.01, "reward": 0.1} for _ in range(30)]
     onset, step = onset_of(judged(rows), "policy_collapse")
     # The entropy is low from step 52, as a median of five values; the reward rises until 54.
-    assert (54, 75) == (onset, step)
+    assert (54, 72) == (onset, step)
 
 
 def test_what_was_healthy_while_the_reward_rose_is_not_its_onset():

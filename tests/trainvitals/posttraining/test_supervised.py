@@ -62,6 +62,11 @@ def test_an_easy_task_and_mild_overfitting_are_silent(last, evaluated):
     assert [] == judged(tuned(last, evaluated) if evaluated else tuned(last, (9.0,))[:-1])
 
 
+def test_a_training_loss_far_below_an_evaluation_that_rises():
+    assert [(74, "memorized")] == judged(tuned(0.5, (1.5, 1.2, 1.6, 2.0)))
+    assert [] == judged(tuned(0.7, (1.5, 1.2, 1.6, 1.7)))
+
+
 def test_the_order_of_the_causes_follows_from_the_epoch():
     def reason(epochs: int) -> str:
         detectors = PostTrainingDetectors("sft")
@@ -111,7 +116,7 @@ def test_epochs_that_help_and_small_or_single_drops_are_silent(levels, evaluated
 def test_a_loss_that_falls_steadily_has_no_drops():
     rows = [
         {"loss": 2.0 - 0.02 * n, "epoch": (n + 1) / 20, "eval/loss": 1.0 + 0.01 * n}
-        for n in range(80)
+        for n in range(60)
     ]
     assert [] == judged(rows)
 
@@ -133,6 +138,8 @@ def test_first_updates_that_destroy_the_base_model():
     assert [] == judged(destroyed, change=5)
     assert [] == judged(losses(1.5, 4.0, 6.0, *[2.4] * 60))
     assert [] == judged(losses(10.5, *[12.0] * 60))
+    uneven = losses(1.5, *[[4.0, 16.0][n % 2] for n in range(60)])
+    assert [(10, "forgetting")] == judged(uneven)
     wide = losses(1.0, *[[0.5, 5.5][n % 2] for n in range(60)])
     assert [] == judged(wide)
 

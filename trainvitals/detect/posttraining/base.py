@@ -56,6 +56,16 @@ _SKEW = 1.1
 """How much farther the lowest value is from the mean than one that is cut off."""
 _SHORT = 5
 """Values in the level of a quantity that falls fast."""
+_SUDDEN = 3
+"""Consecutive values that show a sudden loss."""
+_SUDDEN_SIGMAS = 4.0
+"""Smallest loss of each of these, in standard deviations of a value."""
+_LOW_VALUES = 12
+"""Rewards of a policy with little entropy that show whether it gained."""
+_FEW = 30
+"""Rewards before: if the entropy was lost in as many, a success is larger than the noise."""
+_GAINED = 1.5
+"""Standard errors of a gain that rule out that there is none."""
 _MAX_MILESTONES = 16
 _NUM_OF_TREND = 6
 """Numbers in the state of a trend."""
@@ -190,6 +200,11 @@ class RewardCourse(ValueCourse):
         return upper_median(recent) if len(recent) == self._config.window else None
 
     @property
+    def num(self) -> int:
+        """Return the number of rewards since the start of the run, or an announced change."""
+        return self._trend.num
+
+    @property
     def has_no_gain(self) -> bool:
         """Return whether the reward is not above its first values: a gain is then unlikely."""
         level, is_long = self.level, len(self._values) >= 3 * self._config.window
@@ -201,7 +216,7 @@ class RewardCourse(ValueCourse):
         return upper_median(self._early) if self._early else 0.0
 
     @property
-    def _fast_sigma(self) -> float:
+    def noise(self) -> float:
         """Return the reward's standard deviation, from its changes; the largest are left out."""
         changes = sorted(abs(b - a) for a, b in pairwise(self._values))
         del changes[len(changes) - int(_OUTLIERS * len(changes)) :]
@@ -225,36 +240,84 @@ class RewardCourse(ValueCourse):
         A loss is certain at once. That the reward does not rise needs many values: the trend of
         fewer may be that of a slow success.
         """
+        return self._course()[0]
+
+    @property
+    def is_sudden(self) -> bool:
+        """Return whether the reward was lost within a few values: its level is then too late."""
+        return self._course()[1]
+
+    def _course(self) -> tuple[Outcome, bool]:
+        """Return the reward's outcome, and whether the latest values show a sudden loss."""
         level, best, config = self.level, self.best, self._config
         num_values = min(3 * config.window, _MAX_VALUES)
         if level is None or best is None or len(self._values) < num_values:
-            return "unknown"
-        first, fast = self.first, self._fast_sigma
+            return "unknown", False
+        first, fast = self.first, self.noise
         drift = drift_variance(self._values, fast)
         noise = config.gain_sigmas * self._sigma(fast, drift)
         least = _LEAST_GAIN * max(abs(best), abs(first))
         counts = max(noise, least)
         gain, trend = best - first, self._trend
-        is_solved = trend.lowest >= 0.0 and trend.highest <= 1.0 and level >= _SOLVED
+        solved = _SOLVED if trend.lowest >= 0.0 and trend.highest <= 1.0 else math.inf
+        is_solved = level >= solved
         if gain > counts or trend.t(drift) >= _CERTAIN:
-            is_best = is_solved or level >= best - max(config.at_best * gain, noise)
-            return "at_best" if is_best else "fell"
+            loss = config.at_best * gain
+            # A drift takes more than a few values.
+            sudden_noise = _SUDDEN_SIGMAS * self._sigma(fast, 0.0)
+            is_sudden = max(self._latest) < min(best - max(loss, sudden_noise), solved)
+            is_best = is_solved or level >= best - max(loss, noise)
+            return "at_best" if is_best and not is_sudden else "fell", is_sudden
         if is_solved:
-            return "unknown"
+            return "unknown", False
         if level < min(first, best if self._start is None else self._start) - counts:
-            return "fell"
+            return "fell", False
         gain_ahead = max(config.gain_sigmas * fast, least)
         # A reward that is rarely lower has no noise upward: its first level is also its highest.
         never_rose = self._start is not None and trend.highest <= self._start
         is_slow = never_rose or _AHEAD * trend.upper_slope(drift) <= gain_ahead
         is_flat = trend.num >= config.never_values and is_slow and not trend.is_cut_off
-        return "flat" if is_flat else "unknown"
+        return "flat" if is_flat else "unknown", False
+
+    @property
+    def _latest(self) -> list[float]:
+        """Return the latest rewards, which show a sudden loss."""
+        return list(self._recent)[-_SUDDEN:]
+
+    @property
+    def _is_at_bound(self) -> bool:
+        """Return whether the reward may be the best possible one: its highest value recurs."""
+        highest = self._trend.highest
+        is_solved = self._trend.lowest >= 0.0 and _SOLVED <= (self.level or 0.0) <= highest <= 1.0
+        return is_solved or (highest > 0.0 and self._values.count(highest) > 1)
+
+    def is_without_gain(self, num_before: int) -> bool:
+        """Return whether a policy with little entropy gained no reward.
+
+        Args:
+            num_before: rewards from before the entropy was low. With more than a few, a slow gain
+                may be smaller than the noise.
+        """
+        before, after = list(self._values)[:num_before], list(self._values)[num_before:]
+        is_early = _SHORT <= num_before <= _FEW and self.num == len(self._values)
+        if not is_early or len(after) < _LOW_VALUES or self._is_at_bound:
+            return False
+        means = [sum(part) / len(part) for part in (before, after)]
+        square = sum(
+            (value - mean) * (value - mean)
+            for part, mean in zip((before, after), means, strict=True)
+            for value in part
+        )
+        error = math.sqrt(square / (len(self._values) - 2) * (1.0 / len(before) + 1.0 / len(after)))
+        return means[1] - means[0] < _GAINED * error
 
     def describe(self) -> str:
         """Describe the course of the reward for a finding: now, at first or at its best."""
         level, best = self.level or 0.0, self.best or 0.0
-        if self.outcome != "fell":
+        outcome, is_sudden = self._course()
+        if outcome != "fell":
             return f"the reward is {level:.3g}, and its first values were {self.first:.3g}"
+        level = upper_median(self._latest) if is_sudden else level
         return f"the reward is {level:.3g}, and was {best:.3g} at its best"
 
 
@@ -407,6 +470,12 @@ class ShareCourse(ValueCourse):
         recent = self._recent
         return sum(recent) / len(recent) if len(recent) == recent.maxlen else None
 
+    @property
+    def latest(self) -> float | None:
+        """Return the mean of the latest shares; it shows a sudden rise, as of cut completions."""
+        recent = list(self._recent)[-_SUDDEN:]
+        return sum(recent) / len(recent) if len(recent) == _SUDDEN else None
+
 
 class ShortLevel(ValueCourse):
     """Median of the last five values, and its highest one so far."""
@@ -431,6 +500,11 @@ class ShortLevel(ValueCourse):
         """Discard the policy's entropy or ratio logged at a step or after it."""
         (self.highest,) = self._milestones.go_back(step) or (None,)
         self._recent.clear()
+
+    @property
+    def latest(self) -> float:
+        """Return the median of the latest values of entropy or ratio, for a sudden change."""
+        return upper_median(list(self._recent)[-_SUDDEN:])
 
     def rebaseline(self) -> None:
         """Keep the highest level: new data do not give a policy more entropy."""

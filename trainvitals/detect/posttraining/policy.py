@@ -27,29 +27,46 @@ _LEVEL = 3
 """Evaluations whose median is the held-out level."""
 _DRIFT_EVALUATIONS = 16
 """Evaluations over which a drift without direction adds up."""
+_FALLING_PART = 0.05
+"""Smallest loss of a held-out reward that falls while the training reward rises, as a part of its
+gain."""
 
 
 class PolicyCollapseWatcher(PostTrainingWatcher):
     """Reports a policy that became nearly deterministic without success.
 
     The entropy is below a tenth of its highest level, and the reward was lost or did not rise in
-    100 values or more, or completions began to run into the length limit. Without a reward or a
-    share of cut completions it abstains. A reward that is at least 0.9 of 1, or whose highest
-    values are cut off, may be solved from the start: it is not called flat.
+    100 values or more, or completions began to run into the length limit. If the entropy became so
+    low within 30 values, 12 more without a gain of reward are enough: a success as fast as this is
+    larger than the noise. Without a reward or a share of cut completions it abstains. A reward that
+    is at least 0.9 of 1, or whose highest values are cut off or recur, may be solved from the
+    start: it is not called flat.
     """
 
     name = "policy_collapse"
-    STATE = ("_entropy", "_reward", "_cut")
+    STATE = ("_entropy", "_reward", "_cut", "_num_before")
 
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
         super().__init__(config)
         self._entropy = ShortLevel()
         self._reward = RewardCourse(self._config)
         self._cut = ShareCourse(self._config.window)
+        self._num_before: int | None = None
+        """Rewards from before the entropy was low; -1 if the start of the run is unknown."""
 
     def _courses(self) -> Sequence[ValueCourse]:
         """Return the levels of entropy, reward and cut completions that a restart resets."""
         return (self._entropy, self._reward, self._cut)
+
+    def _restarted(self, merged: MergedStep) -> None:
+        """Compare no rewards with those of another attempt or process of the policy."""
+        super()._restarted(merged)
+        self._num_before = -1
+
+    def rebaseline(self) -> None:
+        """Compare no rewards with those from before the announced change."""
+        super().rebaseline()
+        self._num_before = -1
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         """Judge entropy and reward of a logged step: a policy that became deterministic."""
@@ -62,9 +79,12 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
         if level is None or highest is None or highest <= 0.0:
             return ()
         limit = self._config.entropy_part * highest
+        level = self._entropy.latest if self._reward.is_sudden else level
         self._note_beyond(level <= limit)
         if level > limit:
             return self._end_condition()
+        if self._num_before is None:
+            self._num_before = self._reward.num
         if (sign := self._failure()) is None:
             return ()  # unknown is not healthy
         if not sign:
@@ -90,15 +110,17 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
                 f"{mean:.0%} of the completions are cut at the length limit (lowest share before: "
                 f"{cut.lowest:.0%})"
             )
+        if outcome == "unknown" and self._reward.is_without_gain(self._num_before or 0):
+            return self._reward.describe()
         return None if outcome == "unknown" else ""
 
 
 class DeadRewardWatcher(PostTrainingWatcher):
     """Reports groups without a gradient: all completions of a group have the same reward.
 
-    At least 90% of the groups are so, over 20 values, and the reward was lost. A solved task has
-    equal rewards too, and is not reported. A run that never had a gradient, whatever its reward, is
-    reported after 100 values.
+    At least 90% of the groups are so, over 20 values, and the reward was lost; over 3 values if it
+    was lost within as many. A solved task has equal rewards too, and is not reported. A run that
+    never had a gradient, whatever its reward, is reported after 100 values.
     """
 
     name = "dead_reward"
@@ -120,7 +142,8 @@ class DeadRewardWatcher(PostTrainingWatcher):
         if share is None:
             return ()
         self._share.add(share, merged.step)
-        mean, config = self._share.mean, self._config
+        is_sudden, config = self._reward.is_sudden, self._config
+        mean = self._share.latest if is_sudden else self._share.mean
         if mean is None or self._reward.level is None:
             return ()
         self._note_beyond(mean >= config.dead_share)
@@ -237,8 +260,9 @@ class TruncationWatcher(PostTrainingWatcher):
     """Reports that nearly all completions are cut at the length limit, without success.
 
     At least 80% are cut, over 20 values, and the reward was lost, or did not rise in 100 values or
-    more. If completions grew until at least 98% are cut, 30 values without a gain of reward are
-    enough. A run that learns while all completions have full length is not reported.
+    more; over 3 values if it was lost within as many. If completions grew until at least 98% are
+    cut, 30 values without a gain of reward are enough. A run that learns while all completions have
+    full length is not reported.
     """
 
     name = "truncation"
@@ -260,7 +284,8 @@ class TruncationWatcher(PostTrainingWatcher):
         if cut is None:
             return ()
         self._cut.add(cut, merged.step)
-        mean, config = self._cut.mean, self._config
+        is_sudden, config = self._reward.is_sudden, self._config
+        mean = self._cut.latest if is_sudden else self._cut.mean
         if mean is None:
             return ()
         self._note_beyond(mean >= config.cut_share)
@@ -291,12 +316,14 @@ class TruncationWatcher(PostTrainingWatcher):
 class RewardHackingWatcher(PostTrainingWatcher):
     """Reports a training reward that stays at its best while a held-out reward is lost.
 
-    The held-out reward lost half of its gain in three consecutive evaluations. Without evaluations
-    it abstains.
+    The held-out reward lost half of its gain in three consecutive evaluations. Or it fell in two
+    consecutive ones, by 5% of its gain and by more than noise and drift explain, while the training
+    reward rose by more than its noise. Without evaluations it abstains.
     """
 
     name = "reward_hacking"
-    STATE = ("_reward", "_held_out", "_first", "_best", "_num_below", "_milestones")
+    STATE = ("_reward", "_held_out", "_first", "_best", "_num_below", "_num_since",
+             "_reward_at_best", "_milestones")  # fmt: skip
 
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
         super().__init__(config)
@@ -306,6 +333,10 @@ class RewardHackingWatcher(PostTrainingWatcher):
         """The first evaluation, and the best one."""
         self._best: float | None = None
         self._num_below = 0
+        self._num_since = 0
+        """Evaluations since the best one."""
+        self._reward_at_best: float | None = None
+        """Level of the training reward at that time."""
         self._milestones = Milestones()
 
     def _courses(self) -> Sequence[ValueCourse]:
@@ -317,6 +348,7 @@ class RewardHackingWatcher(PostTrainingWatcher):
         if merged.step <= self._step:
             self._first, self._best = self._milestones.go_back(merged.step) or (None, None)
             self._held_out.clear()
+            self._reward_at_best = None
         super()._restarted(merged)
         self._num_below = 0
 
@@ -326,6 +358,7 @@ class RewardHackingWatcher(PostTrainingWatcher):
         self._held_out.clear()
         self._milestones.clear()
         self._first, self._best, self._num_below = None, None, 0
+        self._reward_at_best = None
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         """Judge the training reward and the held-out reward of a logged step."""
@@ -336,8 +369,9 @@ class RewardHackingWatcher(PostTrainingWatcher):
         self._held_out.append(held_out)
         # The highest of many single evaluations is mostly noise.
         level = upper_median(list(self._held_out)[-_LEVEL:])
-        if len(self._held_out) >= _LEVEL:
-            self._best = level if self._best is None else max(self._best, level)
+        self._num_since = min(self._num_since + 1, 1 << 30)
+        if len(self._held_out) >= _LEVEL and (self._best is None or level > self._best):
+            self._best, self._num_since, self._reward_at_best = level, 1, self._reward.level
         first = self._first = held_out if self._first is None else self._first
         best = first if self._best is None else self._best
         self._milestones.add(merged.step, first, best)
@@ -346,8 +380,9 @@ class RewardHackingWatcher(PostTrainingWatcher):
         limit = best - config.held_out_part * gain
         is_below = gain > self._reach() and held_out <= limit
         self._num_below = min(self._num_below + 1, 1 << 30) if is_below else 0
-        self._note_beyond(is_below)
-        if self._num_below < config.held_out_values:
+        is_falling = gain > self._reach() and self._is_falling(best, gain)
+        self._note_beyond(is_below or is_falling)
+        if self._num_below < config.held_out_values and not is_falling:
             return self._end_condition()
         outcome = self._reward.outcome
         if outcome == "unknown":
@@ -362,10 +397,22 @@ class RewardHackingWatcher(PostTrainingWatcher):
         )
         return self._begin_condition(merged, reason, value=held_out, limit=limit)
 
-    def _reach(self) -> float:
+    def _is_falling(self, best: float, gain: float) -> bool:
+        """Return whether the held-out reward falls, by more than noise, as the other rises."""
+        level, before = self._reward.level, self._reward_at_best
+        if level is None or before is None or level <= before + self._reward.noise:
+            return False
+        *_, third, second, last = self._held_out
+        loss = max(_FALLING_PART * gain, self._reach(self._num_since))
+        return last < second < third and last <= best - loss
+
+    def _reach(self, num: int = _MAX_EVALUATIONS) -> float:
         """Return the gain of held-out reward that noise or a drift without direction may have.
 
         Second differences contain no steady rise or fall.
+
+        Args:
+            num: evaluations over which a drift adds up.
         """
         values = list(self._held_out)
         bends = [
@@ -373,4 +420,5 @@ class RewardHackingWatcher(PostTrainingWatcher):
         ]
         if len(bends) < _LEVEL:
             return math.inf
-        return 2.0 * upper_median(bends) * math.sqrt(min(len(values), _DRIFT_EVALUATIONS))
+        num = min(len(values), num, _DRIFT_EVALUATIONS)
+        return 2.0 * upper_median(bends) * math.sqrt(num)

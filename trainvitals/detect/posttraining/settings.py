@@ -72,12 +72,11 @@ class PostTrainingConfig(Settings, frozen=True, kw_only=True):
     """Mean accuracy of the first steps that only a leak, or a trivial difference, explains."""
     leak_steps: AtLeastOne = 100
     """Steps that count as the first ones."""
-    memorized_loss: AboveZero = 0.1
-    """Training loss of SFT that is near 0. An easy task comes to it too, so the evaluation loss
-    must have risen."""
-    memorized_part: Share = 0.2
-    """Largest part of the evaluation loss that this is: an evaluation that is near 0 too shows an
-    easy task."""
+    memorized_loss: AboveZero = 0.5
+    """Evaluation loss of SFT below which the task is easy, and no row counts as memorized."""
+    memorized_part: Share = 0.4
+    """Largest part of the evaluation loss that the training loss of memorized rows is. The
+    evaluation loss must have risen."""
     eval_rise: AboveZero = 0.05
     """Rise of the evaluation loss above its best that counts, as a part of it, and in nats."""
     epoch_drop: Share = 0.1

@@ -97,9 +97,9 @@ class MemorizedWatcher(PostTrainingWatcher):
     """Reports training rows that SFT memorizes, or that contain their answer.
 
     The evaluation loss is 5% above its best (at least 0.05 nats). And the training loss is at most
-    0.1 while the evaluation is at least 0.5, or it falls in a step at the start of each epoch and
-    not in between. Without evaluations only a training loss of at most 0.05 from the first step on
-    is reported: such a run has nothing to learn.
+    0.4 of it while the evaluation is at least 0.5, or it falls in a step at the start of each epoch
+    and not in between. Without evaluations only a training loss of at most 0.05 from the first step
+    on is reported: such a run has nothing to learn.
     """
 
     name = "memorized"
@@ -199,13 +199,15 @@ class MemorizedWatcher(PostTrainingWatcher):
             return ()
         level, drops = upper_median(self._recent), self._drops.drops
         # An evaluation that is near 0 itself is that of an easy task.
-        is_near_zero = level <= config.memorized_loss <= config.memorized_part * evaluated
-        if not is_worse or not (is_near_zero or len(drops) >= 2 * _NUM_DROPS):
+        is_easy = evaluated < config.memorized_loss
+        is_far = level <= config.memorized_part * evaluated and not is_easy
+        has_drops = len(drops) >= 2 * _NUM_DROPS
+        if not is_worse or not (is_far or has_drops):
             return self._end_condition()
         rise = (
             f"the evaluation loss rose from {best:.4g} at step {self._best_step} to {evaluated:.4g}"
         )
-        if not is_near_zero:
+        if has_drops:
             first, second = drops[-4:-2], drops[-2:]
             reason = (
                 f"each epoch starts with a drop of the training loss (from {first[0]:.3g} to "
@@ -224,18 +226,21 @@ class MemorizedWatcher(PostTrainingWatcher):
         if 0.0 < self._last_epoch <= 1.0:
             causes.reverse()  # no row was seen twice
         reason = (
-            f"the training loss is {level:.3g}, near 0, while {rise}. Likely causes: "
+            f"the training loss is {level:.3g}, {level / evaluated:.0%} of the evaluation, while "
+            f"{rise}. Likely causes: "
             f"{'; or '.join(causes)}. Use the checkpoint with the best evaluation; decode some "
             "training rows, and train for fewer epochs or on more rows"
         )
-        return self._begin_condition(merged, reason, value=level, limit=config.memorized_loss)
+        limit = config.memorized_part * evaluated
+        return self._begin_condition(merged, reason, value=level, limit=limit)
 
 
 class ForgettingWatcher(PostTrainingWatcher):
     """Reports a fine-tuning whose first updates destroy the base model.
 
     Within 100 values the loss rises to twice the first one, by at least 1 nat and by four standard
-    deviations, as a median of ten. A run that starts with random weights cannot rise so far.
+    deviations, as a median of ten; or all of ten values are so high, whatever their noise. A run
+    that starts with random weights cannot rise so far.
     """
 
     name = "forgetting"
@@ -282,11 +287,10 @@ class ForgettingWatcher(PostTrainingWatcher):
         if len(self._recent) < config.window:
             return ()
         noise = _TO_SIGMA * upper_median([abs(b - a) for a, b in pairwise(self._recent)])
-        limit = self._first + max(
-            (config.forget_times - 1.0) * self._first, config.forget_rise, _RISE_SIGMAS * noise
-        )
+        least = self._first + max((config.forget_times - 1.0) * self._first, config.forget_rise)
+        limit = max(least, self._first + _RISE_SIGMAS * noise)
         level = upper_median(self._recent)
-        if level < limit:
+        if level < limit and min(self._recent) < least:
             return ()
         self._is_judged = True
         reason = (
@@ -296,7 +300,7 @@ class ForgettingWatcher(PostTrainingWatcher):
             "completely. Start again from the base model with a tenth of the learning rate"
         )
         return self._report(
-            merged.step, reason, value=level, limit=limit, onset_step=self._first_step
+            merged.step, reason, value=level, limit=least, onset_step=self._first_step
         )
 
 
