@@ -137,6 +137,19 @@ def test_what_the_latest_steps_show_as_well_is_damage_and_not_forgetting(recent,
     assert (["rollback"] if is_damage else []) == [d.action for d in made]
 
 
+@pytest.mark.parametrize(
+    ("ratio", "recent", "is_damage"),
+    [(1.3, 2.6, True), (1.3, 2.3, False), (1.2, 2.4, False), (1.1, 2.2, False)],
+)
+def test_damage_that_shows_little_at_first_is_read_again_after_32_steps(ratio, recent, is_damage):
+    run = Run(probe=reads(ratio), clips=False)
+    run.trend = LossTrend(2.0, 0.1, 3.0, 0.0, recent)
+    made = run.feed("outlier", *("ok",) * 31)
+    assert "rollback" not in {d.action for d in made}
+    assert ["sound"] == [read.verdict for read in run.readings]
+    assert (["rollback"] if is_damage else []) == [d.action for d in run.feed("ok")]
+
+
 def test_a_suspicion_is_settled_after_32_steps_however_long_the_pause_is_by_now():
     ratios = iter([1.0, 1.0, 9.0, 9.0])
     run = Run(probe=lambda ask: reads(next(ratios))(ask))

@@ -32,6 +32,7 @@ from trainvitals.policy.approval import decide_rollback, expire_approval, roll_b
 from trainvitals.policy.commands import execute_command
 from trainvitals.policy.evidence import (
     LATE_STEPS,
+    RAISED_RATIO,
     DecisionContext,
     Trigger,
     damage_finding,
@@ -355,9 +356,9 @@ def _probe_findings(
     state = replace(state, asked=(*(times[:-1] if is_late else times), clock))
     if read.verdict != "abstained":
         state = replace(state, passes_until=clock + config.ask_pause)
-    is_bad = read.verdict == "state"
-    is_proven = is_bad and proves_damage(read, since, state, context)
-    is_suspected = is_bad and not is_proven and step - onset < 2 * LATE_STEPS
+    is_proven = read.verdict == "state" and proves_damage(read, since, state, context)
+    is_raised = (read.ratio or 0.0) > RAISED_RATIO
+    is_suspected = is_raised and not is_proven and step - onset < 2 * LATE_STEPS
     state = replace(state, suspected=onset if is_suspected else -1)
     result = result._replace(state=state, readings=(*result.readings, read))
     if not is_proven:
