@@ -292,6 +292,12 @@ def _spread(ordered: Sequence[float]) -> float:
     return 0.5 * (ordered[int(0.84 * num)] - ordered[int(0.16 * num)])
 
 
+def _trimmed_mean(ordered: Sequence[float]) -> float:
+    """Return the mean of sorted losses without an eighth at each end; of two modes, the middle."""
+    num = len(ordered) // 8
+    return sum(ordered[num : len(ordered) - num]) / (len(ordered) - 2 * num)
+
+
 def _length_of_fall(losses: Sequence[float]) -> int:
     """Return at how many steps in a row, up to the last one, the loss fell."""
     num = 0
@@ -530,12 +536,12 @@ _REGAINED = 0.1
 _MOST_LOST = 2
 """Maximum number of reports until progress is measured again."""
 _SETBACK_STEPS = 48
-"""Steps whose median is compared with the two medians before it. A slower rise can be healthy: the
+"""Steps whose mean is compared with the two means before it. A slower rise can be healthy: the
 loss of a VAE rises by as much within 190 steps while the weight of its KL term grows."""
 _SET_BACK = 0.25
 """Share of the gain whose loss is a setback. Healthy trainings reach 0.21."""
 _SETBACK_SIGMAS = 4.0
-"""Errors of the two medians by which the loss must have risen, too."""
+"""Errors of the two means by which the loss must have risen, too."""
 _EVENLY = 0.5
 """Part of the rise that each third of the 48 steps must show."""
 _STILL_HIGH = 0.7
@@ -649,7 +655,7 @@ class ProgressDetector(Detector):
             self._first = sorted(list(self._losses)[:_FIRST])[_FIRST >> 1]
         losses = list(self._losses)
         findings = self._collapse_findings(record, losses) + self._repeat_findings(record, losses)
-        if self._first > 0.0 and len(losses) >= 2 * _SETBACK_STEPS:
+        if self._first > 0.0 and len(losses) >= 3 * _SETBACK_STEPS:
             findings += self._setback_findings(record, losses, self._first)
         if self._first > 0.0 and len(losses) == _KEPT:
             findings += self._lost_progress_findings(record, losses, self._first)
@@ -708,27 +714,19 @@ class ProgressDetector(Detector):
     ) -> tuple[Finding, ...]:
         """Report a loss that gave back a quarter of its progress, too little to show in 8 steps."""
         num, losses = _SETBACK_STEPS, losses[-3 * _SETBACK_STEPS :]
-        *earlier, newest = (
-            sorted(losses[i : i + num]) for i in range(len(losses) % num, len(losses), num)
-        )
-        lowest = min(earlier, key=lambda ordered: ordered[num >> 1])
-        low, level = lowest[num >> 1], newest[num >> 1]
+        *earlier, newest = (sorted(losses[i : i + num]) for i in (0, num, 2 * num))
+        lowest = min(earlier, key=_trimmed_mean)
+        low, level = _trimmed_mean(lowest), _trimmed_mean(newest)
         gain, rise = first - low, level - low
-        self._is_set_back = self._is_set_back and rise >= _REGAINED * gain
+        if rise < _SET_BACK * gain or gain < _LEAST_GAIN * first:
+            self._is_set_back = self._is_set_back and rise >= _REGAINED * gain
+            return ()
         error = _WIDE * math.hypot(_spread(newest), _spread(lowest)) / math.sqrt(num)
-        third = num // 3
-        parts = [
-            sorted(losses[i : i + third])[third >> 1] - low
-            for i in range(len(losses) % third, len(losses), third)
-        ]
-        is_set_back = (
-            min(losses) > 0.0
-            and gain > _LEAST_GAIN * first
-            and rise > max(_SET_BACK * gain, _SETBACK_SIGMAS * error)
-            and min(parts[-3:]) > _EVENLY * rise
-            and parts[-1] > _STILL_HIGH * max(parts)
-        )
-        if not is_set_back or self._is_set_back:
+        thirds = (sorted(losses[i : i + num // 3]) for i in range(0, 3 * num, num // 3))
+        parts = [_trimmed_mean(third) - low for third in thirds]
+        is_lasting = min(parts[-3:]) > _EVENLY * rise and parts[-1] > _STILL_HIGH * max(parts)
+        is_clear = rise > _SETBACK_SIGMAS * error and min(losses) > 0.0
+        if self._is_set_back or not is_lasting or not is_clear:
             return ()
         self._is_set_back = True
         if self._known:
