@@ -340,8 +340,8 @@ def _probe_findings(
     since = onset
     if (group := outliers_around(state, step)) and trigger == "spike":
         onset, since = min(onset, group[0].step), group[0].step
-        if not context.record.clips and any(not outlier.withheld for outlier in group):
-            since = -1  # one unclipped update on new data can be enough to forget the old data
+        if not context.record.clips and any(not outlier.withheld for outlier in group[:-1]):
+            since = -1  # three unclipped updates on new data can be enough to forget the old data
     times = within_window(state.asked, clock, config)
     # A state that was asked about shortly before has had more updates on the new data since.
     asks = (step - clock + t for t in times if clock - t <= 4 * config.ask_pause)
