@@ -293,7 +293,7 @@ def _spread(ordered: Sequence[float]) -> float:
 
 
 def _trimmed_mean(ordered: Sequence[float]) -> float:
-    """Return the mean of sorted losses without an eighth at each end; of two modes, the middle."""
+    """Return the mean of sorted losses without an eighth at each end: stable for two modes."""
     num = len(ordered) // 8
     return sum(ordered[num : len(ordered) - num]) / (len(ordered) - 2 * num)
 
