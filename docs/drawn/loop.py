@@ -204,8 +204,8 @@ def loss_progress() -> list[Panel]:
     learned = [2.0 + 5.0 * math.exp(-i / 60) for i in range(600)]
     lost = noisy(learned + [min(7.0, 2.0 + 0.03 * i) for i in range(400)], 0.05, 18)
     never, collapsed = noisy([6.9] * 700, 0.05, 19), noisy(learned + [0.1] * 200, 0.05, 20)
-    back = [0.6 + 1.85 * math.exp(-i / 60) for i in range(250)]
-    setback = noisy(back + [0.6 + min(0.9, 0.009 * i) for i in range(150)], 0.45, 23)
+    back = [0.4 + 2.05 * math.exp(-i / 60) for i in range(250)]
+    setback = noisy(back + [0.4 + min(1.0, 0.01 * i) for i in range(150)], 0.45, 23)
     repeated = noisy(learned, 0.05, 22) + [2.0 * math.exp(-i / 80) for i in range(120)]
     converged = noisy([2.0 + 5.0 * max(0.0, 1 - i / 20) for i in range(900)], 0.05, 21)
     shown: dict[str, Any] = {"limit": False, "every": 4}

@@ -542,6 +542,9 @@ _SET_BACK = 0.25
 """Share of the gain whose loss is a setback. Healthy trainings reach 0.21."""
 _SETBACK_SIGMAS = 4.0
 """Errors of the two means by which the loss must have risen, too."""
+_MOSTLY_LEARNED = 0.7
+"""Share of the first losses that must have been gained. The loss of PPO, which moves up and down,
+gains up to 0.65."""
 _EVENLY = 0.5
 """Part of the rise that each third of the 48 steps must show."""
 _STILL_HIGH = 0.7
@@ -718,7 +721,7 @@ class ProgressDetector(Detector):
         lowest = min(earlier, key=_trimmed_mean)
         low, level = _trimmed_mean(lowest), _trimmed_mean(newest)
         gain, rise = first - low, level - low
-        if rise < _SET_BACK * gain or gain < _LEAST_GAIN * first:
+        if rise < _SET_BACK * gain or gain < _MOSTLY_LEARNED * first:
             self._is_set_back = self._is_set_back and rise >= _REGAINED * gain
             return ()
         error = _WIDE * math.hypot(_spread(newest), _spread(lowest)) / math.sqrt(num)
