@@ -200,15 +200,18 @@ def loss_drift() -> list[Panel]:
 
 
 def loss_progress() -> list[Panel]:
-    """All progress lost; no progress; a collapse; a repeated batch. A loss that has converged."""
+    """Progress lost; none made; a collapse; a repeated batch. A loss that has converged."""
     learned = [2.0 + 5.0 * math.exp(-i / 60) for i in range(600)]
     lost = noisy(learned + [min(7.0, 2.0 + 0.03 * i) for i in range(400)], 0.05, 18)
     never, collapsed = noisy([6.9] * 700, 0.05, 19), noisy(learned + [0.1] * 200, 0.05, 20)
+    back = [0.4 + 2.05 * math.exp(-i / 60) for i in range(250)]
+    setback = noisy(back + [0.4 + min(1.0, 0.01 * i) for i in range(150)], 0.45, 23)
     repeated = noisy(learned, 0.05, 22) + [2.0 * math.exp(-i / 80) for i in range(120)]
     converged = noisy([2.0 + 5.0 * max(0.0, 1 - i / 20) for i in range(900)], 0.05, 21)
     shown: dict[str, Any] = {"limit": False, "every": 4}
     return [
         in_loop("progress is lost", losses(lost), "loss_progress", **shown),
+        in_loop("a setback within the noise", losses(setback), "loss_progress", **shown),
         in_loop("a loss that never learns", losses(never), "loss_progress", **shown),
         in_loop("a collapse: leaking labels, or a masked loss", losses(collapsed),
                 "loss_progress", **shown),
@@ -327,13 +330,14 @@ ENTRIES = (
     ),
     Entry(
         name="loss_progress",
-        title="Lost progress, a loss that never learns, a collapse",
+        title="Lost progress, a setback, a loss that never learns, a collapse",
         owner=level.ProgressDetector,
         needs="`loss`; a `learning_rate`, if present, shows when the warm-up ends. Only if the "
         "loss is minimized.",
-        good="A run that lost 90 % of its improvement for 100 steps, that has not improved in 500 "
-        "steps, that is stuck after a restart, whose loss suddenly drops below 30 %, or whose "
-        "loader repeats one batch.",
+        good="A run that lost 90 % of its improvement for 100 steps, or a quarter of it within 100 "
+        "steps (a setback, within the noise of single losses), that has not improved in 500 steps, "
+        "that is stuck after a restart, whose loss suddenly drops below 30 %, or whose loader "
+        "repeats one batch.",
         bad="Fine-tuning that has nothing left to learn: reported once as not learning. A "
         "curriculum that switches to an easy task, or the recovery from a large optimizer spike, "
         "can look like a collapse. RL and GANs, whose loss shows no such progress: set "

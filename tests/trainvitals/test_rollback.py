@@ -137,6 +137,29 @@ def test_what_the_latest_steps_show_as_well_is_damage_and_not_forgetting(recent,
     assert (["rollback"] if is_damage else []) == [d.action for d in made]
 
 
+def test_without_a_clip_only_the_first_outlier_of_a_group_proves_damage():
+    """One update on new data does not undo the progress; a few do."""
+    run = Run(probe=reads(5.1), clips=False)
+    assert ["rollback"] == [d.action for d in run.feed("reported")]
+    ratios = itertools.chain([1.0], itertools.repeat(5.1))
+    run = Run(probe=lambda ask: reads(next(ratios))(ask), clips=False)
+    assert [] == run.feed("reported", *("reported",) * 16)
+    assert ["sound", "state"] == [read.verdict for read in run.readings]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "recent", "is_damage"),
+    [(1.3, 2.6, True), (1.3, 2.3, False), (1.2, 2.4, False), (1.1, 2.2, False)],
+)
+def test_damage_that_shows_little_at_first_is_read_again_after_32_steps(ratio, recent, is_damage):
+    run = Run(probe=reads(ratio), clips=False)
+    run.trend = LossTrend(2.0, 0.1, 3.0, 0.0, recent)
+    made = run.feed("outlier", *("ok",) * 31)
+    assert "rollback" not in {d.action for d in made}
+    assert ["sound"] == [read.verdict for read in run.readings]
+    assert (["rollback"] if is_damage else []) == [d.action for d in run.feed("ok")]
+
+
 def test_a_suspicion_is_settled_after_32_steps_however_long_the_pause_is_by_now():
     ratios = iter([1.0, 1.0, 9.0, 9.0])
     run = Run(probe=lambda ask: reads(next(ratios))(ask))

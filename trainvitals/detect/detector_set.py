@@ -105,7 +105,8 @@ class DetectorSet(Stateful):
         shifted = bool(loss) and any(finding.kind == "level_shift" for finding in loss)
         level = self._loss_level.update(record, shifted)
         drift = self._loss_drift.update(record, bool(loss or level))
-        return findings + level + drift + self._loss_progress.update(record)
+        known = shifted or bool(level or drift)
+        return findings + level + drift + self._loss_progress.update(record, known)
 
     def rebaseline(self, steps: int) -> None:
         """Discard every reference, and report no finite values for ``steps`` steps."""

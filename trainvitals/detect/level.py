@@ -286,6 +286,18 @@ def _estimate_loss_noise(losses: Iterable[float]) -> float:
     return finite[-1 - int(len(finite) * _EXCEEDED_BY)] / _SIGMA_OF_DIFFERENCES
 
 
+def _spread(ordered: Sequence[float]) -> float:
+    """Return half the width of the middle 68% of sorted losses: their deviation, if normal."""
+    num = len(ordered)
+    return 0.5 * (ordered[int(0.84 * num)] - ordered[int(0.16 * num)])
+
+
+def _trimmed_mean(ordered: Sequence[float]) -> float:
+    """Return the mean of sorted losses without an eighth at each end: stable for two modes."""
+    num = len(ordered) // 8
+    return sum(ordered[num : len(ordered) - num]) / (len(ordered) - 2 * num)
+
+
 def _length_of_fall(losses: Sequence[float]) -> int:
     """Return at how many steps in a row, up to the last one, the loss fell."""
     num = 0
@@ -523,6 +535,20 @@ _REGAINED = 0.1
 """Share of the gain that may be missing when lost progress counts as regained."""
 _MOST_LOST = 2
 """Maximum number of reports until progress is measured again."""
+_SETBACK_STEPS = 48
+"""Steps whose mean is compared with the two means before it. A slower rise can be healthy: the
+loss of a VAE rises by as much within 190 steps while the weight of its KL term grows."""
+_SET_BACK = 0.25
+"""Share of the gain whose loss is a setback. Healthy trainings reach 0.21."""
+_SETBACK_SIGMAS = 4.0
+"""Errors of the two means by which the loss must have risen, too."""
+_MOSTLY_LEARNED = 0.7
+"""Share of the first losses that must have been gained. The loss of PPO, which moves up and down,
+gains up to 0.65."""
+_EVENLY = 0.5
+"""Part of the rise that each third of the 48 steps must show."""
+_STILL_HIGH = 0.7
+"""Part of the highest third that the latest one must reach: new data are learned, and fall."""
 _BOTTOM = 16
 """Steps in a row that are far below, for a collapse."""
 _STEADY = 1.3
@@ -563,11 +589,12 @@ PROGRESS_DEFAULTS = ProgressConfig()
 
 
 class ProgressDetector(Detector):
-    """Reports lost progress, a loss that never learns or is stuck, and a collapse.
+    """Reports lost progress, a setback, a loss that never learns or is stuck, and a collapse.
 
     A loss that never falls, that returns to its initial value, that suddenly drops to almost zero,
     or that falls at every step because one batch is repeated is a fault too, and no upper limit
-    catches it.
+    catches it. Neither does a setback: within 100 steps the loss gives back a quarter of its
+    improvement, which ``loss_level`` does not see in the noise, and ``loss_drift`` not so early.
 
     It checks every 16th step. It abstains on losses at or below zero, except for a collapse to
     exactly zero.
@@ -576,9 +603,10 @@ class ProgressDetector(Detector):
     name = "loss_progress"
     STATE = (
         "_losses", "_before", "_suspended", "_seen", "_start", "_first", "_best", "_lowest",
-        "_learning", "_rate", "_lost", "_num_lost", "_collapsed", "_repeats",
+        "_learning", "_rate", "_lost", "_num_lost", "_collapsed", "_repeats", "_known",
+        "_is_set_back",
     )  # fmt: skip
-    MAY_LACK = True  # checkpoints of earlier versions lack "repeats"
+    MAY_LACK = True  # checkpoints of earlier versions lack "repeats", and those of setbacks
 
     def __init__(self, config: ProgressConfig | None = None) -> None:
         self._config = config or PROGRESS_DEFAULTS
@@ -604,9 +632,16 @@ class ProgressDetector(Detector):
         """Loss before the collapse; the collapse ends at half of it."""
         self._repeats = False
         """Whether a repeated batch was reported, and the loss still falls at every step."""
+        self._known = 0
+        """Steps for which another finding about the loss covers a setback."""
+        self._is_set_back = False
 
-    def update(self, record: StepRecord) -> tuple[Finding, ...]:
-        """Judge the progress of the loss after one step; return the findings about it."""
+    def update(self, record: StepRecord, already: bool = False) -> tuple[Finding, ...]:
+        """Judge the progress of the loss after one step; return the findings about it.
+
+        ``already``: another finding about the level of the loss was reported in this step.
+        """
+        self._known = _NOT_AGAIN * _BLOCK if already else max(0, self._known - 1)
         loss = record.loss
         if loss is None or record.skipped or not math.isfinite(loss):
             return ()
@@ -623,6 +658,8 @@ class ProgressDetector(Detector):
             self._first = sorted(list(self._losses)[:_FIRST])[_FIRST >> 1]
         losses = list(self._losses)
         findings = self._collapse_findings(record, losses) + self._repeat_findings(record, losses)
+        if self._first > 0.0 and len(losses) >= 3 * _SETBACK_STEPS:
+            findings += self._setback_findings(record, losses, self._first)
         if self._first > 0.0 and len(losses) == _KEPT:
             findings += self._lost_progress_findings(record, losses, self._first)
         if self._learning >= self._config.learn_steps and self._seen % 64 == 0:
@@ -671,6 +708,41 @@ class ProgressDetector(Detector):
         return self._report(
             record.step, reason, kind="lost_progress", cause="loss_lost_progress",
             value=parts[-1], limit=floor, onset_step=max(record.step - _GIVEN_BACK, 0),
+        )  # fmt: skip
+
+    # --------------------------------------------------------------------------- setback
+
+    def _setback_findings(
+        self, record: StepRecord, losses: list[float], first: float
+    ) -> tuple[Finding, ...]:
+        """Report a loss that gave back a quarter of its progress, too little to show in 8 steps."""
+        num, losses = _SETBACK_STEPS, losses[-3 * _SETBACK_STEPS :]
+        *earlier, newest = (sorted(losses[i : i + num]) for i in (0, num, 2 * num))
+        lowest = min(earlier, key=_trimmed_mean)
+        low, level = _trimmed_mean(lowest), _trimmed_mean(newest)
+        gain, rise = first - low, level - low
+        if rise < _SET_BACK * gain or gain < _MOSTLY_LEARNED * first:
+            self._is_set_back = self._is_set_back and rise >= _REGAINED * gain
+            return ()
+        error = _WIDE * math.hypot(_spread(newest), _spread(lowest)) / math.sqrt(num)
+        thirds = (sorted(losses[i : i + num // 3]) for i in range(0, 3 * num, num // 3))
+        parts = [_trimmed_mean(third) - low for third in thirds]
+        is_lasting = min(parts[-3:]) > _EVENLY * rise and parts[-1] > _STILL_HIGH * max(parts)
+        is_clear = rise > _SETBACK_SIGMAS * error and min(losses) > 0.0
+        if self._is_set_back or not is_lasting or not is_clear:
+            return ()
+        self._is_set_back = True
+        if self._known:
+            return ()
+        reason = (
+            f"the loss gives back its progress: after a fall from {first:.4g} to {low:.4g} its "
+            f"level over {num} steps is {level:.4g}: {100.0 * rise / gain:.0f} % of the "
+            "improvement is gone"
+        )
+        return self._report(
+            record.step, reason, kind="divergence", cause="loss_setback", value=level,
+            limit=low + _SET_BACK * gain, severity=_severity_of_rise(level, low, first),
+            onset_step=max(record.step - _SETBACK_STEPS, 0),
         )  # fmt: skip
 
     # --------------------------------------------------------------------------- collapse
@@ -752,7 +824,7 @@ class ProgressDetector(Detector):
         # A run may learn everything in the first few steps: its start is the highest median.
         began = max(sorted(start[:num])[num >> 1] for num in _BEGINNINGS)
         level = ordered[_KEPT >> 1]
-        spread = 0.5 * (ordered[int(0.84 * _KEPT)] - ordered[int(0.16 * _KEPT)]) / began
+        spread = _spread(ordered) / began
         error = _WIDE * spread / math.sqrt(_BEGINNINGS[0])
         if spread > _TOO_WIDE:
             return ()

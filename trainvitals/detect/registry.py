@@ -237,7 +237,15 @@ _DETECTORS = (
     _detector("rank", "grad_norm_burst", "grad_explosion", section="burst"),
     _detector("rank", "loss_level", "divergence", "plateau", section="level"),
     _detector("rank", "loss_drift", "divergence", section="drift"),
-    _detector("rank", "loss_progress", "lost_progress", "plateau", "collapse", section="progress"),
+    _detector(
+        "rank",
+        "loss_progress",
+        "lost_progress",
+        "divergence",
+        "plateau",
+        "collapse",
+        section="progress",
+    ),
     # Inputs of the policy's decisions.
     _detector("rank", "outlier", actionable=("spike",), section="outlier"),
     _detector("rank", "probe", actionable=("state_damaged",), section="ladder"),
