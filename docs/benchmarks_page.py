@@ -268,10 +268,15 @@ def page(notice: str, text: str) -> str:
         parts.append(f"## {question}\n\n{body}\n")
     goals = [figure for figure in figures if figure.goal]
     missed = [figure for figure in goals if figure.met == "MISSED"]
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for figure in missed:
+        key = figure.bench, figure.what, _short(figure.processor)
+        against = f" ({figure.peer})" if figure.peer else ""
+        value = figure.ratio or figure.ours
+        groups.setdefault(key, []).append(f"{value}, goal {figure.goal}{against}")
     lines = [
-        f"- {figure.bench}: {figure.what}{f' ({figure.peer})' if figure.peer else ''}: "
-        f"{figure.ratio or figure.ours}, goal {figure.goal} ({_short(figure.processor)})"
-        for figure in missed
+        f"- {bench}: {what}: {'; '.join(values)} ({processor})"
+        for (bench, what, processor), values in groups.items()
     ]
     parts.append(TAIL.format(missed=len(missed), total=len(goals), lines="\n".join(lines)))
     return "\n".join(parts)
