@@ -120,6 +120,12 @@ def test_a_loss_that_moves_up_and_down_has_no_setback() -> None:
     assert "loss_setback" not in causes(noisy(course, 0.2))
 
 
+def test_a_loss_that_alternates_between_two_kinds_of_data_is_told_once() -> None:
+    phases = [0.4, 1.4] * 5
+    course = short(250) + [level for level in phases for _ in range(150)]
+    assert ["loss_setback"] == [c for c in causes(noisy(course, 0.2)) if c == "loss_setback"]
+
+
 def test_a_rise_that_another_detector_told_is_no_setback() -> None:
     course = noisy(short(800) + [1.5] * 800)
     told = in_the_loop(course)

@@ -169,7 +169,7 @@ IN_CHECKPOINTS = {
     ),
     "loss_progress": (
         "losses before suspended seen start first best lowest learning rate lost num_lost "
-        "collapsed repeats known is_set_back"
+        "collapsed repeats known is_set_back set_back"
     ),
     "outlier": "loss grad_norm suspended",
 }

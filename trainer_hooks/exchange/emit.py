@@ -365,6 +365,7 @@ class Emitter:
     def follow_layers(self, layers: LayerAggregator) -> None:
         """Write the rows of these layers from now on; known layers must have the same ids."""
         self._layers, self._layers_named = layers, False
+        self.recent_squares.clear()
 
     @_fail_open_write
     def layers(
@@ -625,7 +626,8 @@ class LayerAggregator:
         ]
         writes = [self._largest_changes(w) for w in (samples.weight_writes, samples.moment_writes)]
         damaged_layers = set(map(layer_of, samples.nonfinite_parameters))
-        huge_weights = {layer_of(name): peak for name, peak in samples.huge_parameters.items()}
+        peaks = sorted(samples.huge_parameters.items(), key=lambda pair: pair[1])
+        huge_weights = {layer_of(name): peak for name, peak in peaks}
         for layer, name in enumerate(self.names):
             has_parameters = layer in self._owners
             norms = [norms[layer] if norms and has_parameters else None for norms in by_layer]
@@ -635,8 +637,8 @@ class LayerAggregator:
                 norms[1] = max(norms[1] or 0.0, huge_weights[name])
             activation = samples.activations.get(name, (None, None, None))
             written = [worst[layer] if worst and has_parameters else None for worst in writes]
-            if name in samples.reset_moments:
-                written[1] = samples.reset_moments[name]
+            if written[1] is None:
+                written[1] = samples.reset_moments.get(name)
             if any(value is not None for value in (*norms, activation[0], *written)):
                 yield [layer, *norms, *activation, *written]
 

@@ -129,6 +129,11 @@ class SnapshotsFeature(StepFeature):
             )
             step.checkpoints = self._recovery.refs()
 
+    def on_restored(self, next_step: int) -> None:
+        """Explain the problems of the new attempt by its own state and gradients."""
+        self._nonfinite_row, self._next_read_step = (-2, -2), 0
+        self._run.emitter.recent_squares.clear()
+
     def annotate(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
         """Add the names of non-finite tensors, and the reason of a missed snapshot."""
         judgement = self._add_nonfinite_parameters(step, judgement)

@@ -19,9 +19,10 @@ _MIN_ROWS = 5
 """Rows of gradient norms from which a layer's usual one is known."""
 _MIN_LAYERS = 4
 """With fewer layers, there are no others to compare one with."""
-_RESET, _RESET_OF_OTHERS = 0.1, 0.1
+_RESET, _RESET_OF_OTHERS = 0.05, 0.05
 """Mean square over the usual square of the gradient: below both, the state was reset. The second is
-relative to the other layers, because a clip lowers all of them."""
+relative to the other layers, because a clip lowers all of them. A gradient that grew and stays so
+does not come below: it has been in the moments for as many steps as in the rows.""" ""
 
 
 @torch.no_grad()
@@ -39,6 +40,7 @@ def find_reset_layers(
         optimizers: optimizers; those without ``exp_avg_sq`` and ``betas`` are left out.
         recent: squared gradient norm of each parameter, in steps before the problem.
     """
+    recent = [row for row in recent if len(row) == len(norms.names)]
     if not norms.replicated or len(recent) < _MIN_ROWS:
         return {}
     moments = _mean_squares(norms, optimizers)
@@ -74,7 +76,7 @@ def _mean_squares(norms: GradNorms, optimizers: Sequence[Optimizer]) -> dict[str
                 if type(moment) is Tensor and moment.shape == param.shape:
                     steps = torch.as_tensor(state["step"], dtype=torch.float64)
                     correction = (1.0 - group["betas"][1] ** steps).to(norms.device)
-                    sums[name] = moment.sum(dtype=torch.float64) / correction
+                    sums[name] = moment.sum(dtype=torch.float64).to(norms.device) / correction
     found = torch.stack(list(sums.values())).tolist() if sums else []
     return {name: total for name, total in zip(sums, found, strict=True) if math.isfinite(total)}
 

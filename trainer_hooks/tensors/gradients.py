@@ -263,6 +263,10 @@ SMALL = 4096
 """Gradients up to this size are summed together, in float64: a kernel for each would cost more."""
 
 
+_MAX_PLANS = 4
+"""Lists of gradients whose plans are kept, each with memory for its small gradients."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """Gradients to sum in three ways, and memory for the small ones."""
@@ -285,10 +289,10 @@ class _Plan:
 
 
 class GradientSquares:
-    """Sums squares; keeps the plan of the last step, because shapes rarely change."""
+    """Sums squares; keeps the last plans: shapes rarely change, but optimizers may take turns."""
 
     def __init__(self, params: Sequence[Tensor] = ()) -> None:
-        self._plan: _Plan | None = None
+        self._plans: list[_Plan] = []
         self._is_on_host = all(reads_are_free(local_tensor(p).device) for p in params)
 
     def of(self, grads: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -301,21 +305,25 @@ class GradientSquares:
         plan = self._cached_plan(grads)
         # In numpy: an operation on some hundred numbers takes torch several times as long.
         out = np.zeros(len(grads))
-        if plan.small:
-            out[plan.small] = _small_squares([grads[i] for i in plan.small], plan)
-        if plan.whole:
-            each = torch._foreach_norm([grads[i] for i in plan.whole], 2.0, dtype=torch.float64)
-            out[plan.whole] = _squares(torch.stack(each))
-        if plan.blocked:
-            out[plan.blocked] = _block_squares([grads[i] for i in plan.blocked], plan.first_blocks)
+        with np.errstate(all="ignore"):
+            if plan.small:
+                out[plan.small] = _small_squares([grads[i] for i in plan.small], plan)
+            if plan.whole:
+                each = torch._foreach_norm([grads[i] for i in plan.whole], 2.0, dtype=torch.float64)
+                out[plan.whole] = _squares(torch.stack(each))
+            if plan.blocked:
+                blocked = [grads[i] for i in plan.blocked]
+                out[plan.blocked] = _block_squares(blocked, plan.first_blocks)
         return torch.from_numpy(out)
 
     def _cached_plan(self, grads: Sequence[Tensor]) -> _Plan:
-        """Return how to sum these gradients; the last plan if shapes and types are equal."""
+        """Return how to sum these gradients; an earlier plan if shapes and types are equal."""
         key = [grad.shape for grad in grads], [grad.dtype for grad in grads]
-        if self._plan is None or self._plan.key != key:
-            self._plan = _make_plan(*key)
-        return self._plan
+        for plan in self._plans:
+            if plan.key == key:
+                return plan
+        self._plans = [_make_plan(*key), *self._plans][:_MAX_PLANS]
+        return self._plans[0]
 
 
 def _make_plan(shapes: list[torch.Size], dtypes: list[torch.dtype]) -> _Plan:
@@ -367,7 +375,6 @@ def _squares_by_kind(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([square for square in squares if square is not None])
 
 
-@np.errstate(over="ignore")
 def _small_squares(grads: list[Tensor], plan: _Plan) -> NDArray[np.float64]:
     """Return the square of each gradient."""
     # The memory is kept from step to step: new pages cost more than the sums.
@@ -384,11 +391,9 @@ def _block_squares(grads: list[Tensor], first_blocks: NDArray[np.int64]) -> NDAr
     if not math.isfinite(np.add.reduce(squares)):
         norms = [norm for grad in grads for norm in _gradient_block_norms(grad, torch.float64)]
         squares = _squares(torch.cat(norms))
-    with np.errstate(over="ignore"):
-        return np.add.reduceat(squares, first_blocks)
+    return np.add.reduceat(squares, first_blocks)
 
 
-@np.errstate(over="ignore")
 def _squares(norms: Tensor) -> NDArray[np.float64]:
     """Return the squares of norms on the host in float64."""
     squares: NDArray[np.float64] = norms.numpy().astype(np.float64)

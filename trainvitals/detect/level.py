@@ -605,6 +605,7 @@ class ProgressDetector(Detector):
         "_losses", "_before", "_suspended", "_seen", "_start", "_first", "_best", "_lowest",
         "_learning", "_rate", "_lost", "_num_lost", "_collapsed", "_repeats", "_known",
         "_is_set_back",
+        "_set_back",
     )  # fmt: skip
     MAY_LACK = True  # checkpoints of earlier versions lack "repeats", and those of setbacks
 
@@ -635,6 +636,8 @@ class ProgressDetector(Detector):
         self._known = 0
         """Steps for which another finding about the loss covers a setback."""
         self._is_set_back = False
+        self._set_back = 0.0
+        """Highest level of a setback so far: a loss that goes up and down is reported once."""
 
     def update(self, record: StepRecord, already: bool = False) -> tuple[Finding, ...]:
         """Judge the progress of the loss after one step; return the findings about it.
@@ -721,17 +724,21 @@ class ProgressDetector(Detector):
         lowest = min(earlier, key=_trimmed_mean)
         low, level = _trimmed_mean(lowest), _trimmed_mean(newest)
         gain, rise = first - low, level - low
-        if rise < _SET_BACK * gain or gain < _MOSTLY_LEARNED * first:
+        least = _SET_BACK * gain
+        if rise < least or gain < _MOSTLY_LEARNED * first:
             self._is_set_back = self._is_set_back and rise >= _REGAINED * gain
+            return ()
+        if self._is_set_back:
+            self._set_back = max(self._set_back, level)
             return ()
         error = _WIDE * math.hypot(_spread(newest), _spread(lowest)) / math.sqrt(num)
         thirds = (sorted(losses[i : i + num // 3]) for i in range(0, 3 * num, num // 3))
         parts = [_trimmed_mean(third) - low for third in thirds]
         is_lasting = min(parts[-3:]) > _EVENLY * rise and parts[-1] > _STILL_HIGH * max(parts)
         is_clear = rise > _SETBACK_SIGMAS * error and min(losses) > 0.0
-        if self._is_set_back or not is_lasting or not is_clear:
+        if level <= self._set_back + least or not is_lasting or not is_clear:
             return ()
-        self._is_set_back = True
+        self._is_set_back, self._set_back = True, level
         if self._known:
             return ()
         reason = (
@@ -741,7 +748,7 @@ class ProgressDetector(Detector):
         )
         return self._report(
             record.step, reason, kind="divergence", cause="loss_setback", value=level,
-            limit=low + _SET_BACK * gain, severity=_severity_of_rise(level, low, first),
+            limit=low + least, severity=_severity_of_rise(level, low, first),
             onset_step=max(record.step - _SETBACK_STEPS, 0),
         )  # fmt: skip
 

@@ -32,7 +32,6 @@ from trainvitals.policy.approval import decide_rollback, expire_approval, roll_b
 from trainvitals.policy.commands import execute_command
 from trainvitals.policy.evidence import (
     LATE_STEPS,
-    RAISED_RATIO,
     DecisionContext,
     Trigger,
     damage_finding,
@@ -340,8 +339,8 @@ def _probe_findings(
     since = onset
     if (group := outliers_around(state, step)) and trigger == "spike":
         onset, since = min(onset, group[0].step), group[0].step
-        if not context.record.clips and any(not outlier.withheld for outlier in group[:-1]):
-            since = -1  # three unclipped updates on new data can be enough to forget the old data
+        if not context.record.clips and any(not o.withheld for o in group if o.step < step):
+            since = -1  # one unclipped update on new data can be enough to forget the old data
     times = within_window(state.asked, clock, config)
     # A state that was asked about shortly before has had more updates on the new data since.
     asks = (step - clock + t for t in times if clock - t <= 4 * config.ask_pause)
@@ -357,8 +356,8 @@ def _probe_findings(
     if read.verdict != "abstained":
         state = replace(state, passes_until=clock + config.ask_pause)
     is_proven = read.verdict == "state" and proves_damage(read, since, state, context)
-    is_raised = (read.ratio or 0.0) > RAISED_RATIO
-    is_suspected = is_raised and not is_proven and step - onset < 2 * LATE_STEPS
+    is_bad = read.verdict in {"state", "worse"}
+    is_suspected = is_bad and not is_proven and step - onset < 2 * LATE_STEPS
     state = replace(state, suspected=onset if is_suspected else -1)
     result = result._replace(state=state, readings=(*result.readings, read))
     if not is_proven:

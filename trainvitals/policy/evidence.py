@@ -161,7 +161,7 @@ _FRESH_STEPS = 8
 """Steps after the first report in which a worse reading is damage; later it can be forgetting."""
 LATE_STEPS = 32
 """Steps after an onset in which a run learns new data better than it remembers what it forgot."""
-RAISED_RATIO = 1.25
+_MIN_UNDONE_RATIO = 1.25
 """Minimum ratio at which lost progress counts as damage."""
 _MIN_UNDONE = 0.1
 """Least lost share of the progress: on memorized data one large step raises the loss 3.5 times."""
@@ -193,14 +193,14 @@ def run_probe(
         gain = first - reading.then
         undone = (reading.now - reading.then) / gain if gain > 0.0 else 0.0
         max_undone = config.state_progress * (1.0 if clips else _UNCLIPPED)
-        is_undone = is_lost_everywhere(reading.now, reading.then, onset, context)
-        is_undone = (is_undone or undone > max_undone) and ratio > RAISED_RATIO
+        is_undone = undone > max_undone and ratio > _MIN_UNDONE_RATIO
         # Without a clip one update on new data can undo enough progress to read as damage.
         min_undone = _MIN_UNDONE if clips or is_near_jump(state, onset, context) else max_undone
         is_far = ratio > max_healthy_ratio(state, onset, context)
         is_far = is_far and (gain <= 0.0 or undone > min_undone)
         is_worse = ratio > config.state_ratio
         is_damaged = math.isinf(ratio) or is_far or is_undone
+        is_damaged |= is_worse and is_lost_everywhere(reading.now, reading.then, onset, context)
         verdict = "state" if is_damaged else "worse" if is_worse else "sound"
     return StateRead(
         trigger=trigger,

@@ -42,7 +42,7 @@ class _Updates:
 
     def backward(self) -> None:
         """Set the gradients and the loss of the next step: both vary, and the loss falls."""
-        self._level = 1.0 + 0.999 * (self._level - 1.0)
+        self._level = 1.0 + 0.9998 * (self._level - 1.0)
         self._loss = torch.tensor(self._level + self._random.gauss(0.0, 0.05))
         size = 1e-4 * self._random.lognormvariate(0.0, 0.2)
         for param, grad in zip(self._params, self._grads, strict=True):

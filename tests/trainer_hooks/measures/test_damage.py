@@ -96,6 +96,24 @@ def test_other_second_moments_are_not_taken_for_a_reset(adam, factors, rows):
     assert {} == find_reset_layers(norms, [optimizer], [SQUARES] * rows)
 
 
+def test_a_gradient_that_grew_and_stays_so_is_not_taken_for_a_reset(adam):
+    model, norms, optimizer = adam
+    rows = [[100.0 * s if i in (4, 5) else s for i, s in enumerate(SQUARES)]] * 8
+    for param in model[2].parameters():  # 45 of the rows' 80 steps have the larger gradient
+        optimizer.state[param]["exp_avg_sq"].mul_(1.0 + 99.0 * 0.045 / 0.095)
+    assert {} == find_reset_layers(norms, [optimizer], rows)
+
+
+def test_rows_from_before_parameters_were_added_are_left_out(adam):
+    model, norms, optimizer = adam
+    for param in model[2].parameters():
+        optimizer.state[param]["exp_avg_sq"].zero_()
+    optimizer.step()
+    rows = [*[SQUARES[:4]] * 4, *[SQUARES] * 4]
+    assert {} == find_reset_layers(norms, [optimizer], rows)
+    assert {"2"} == set(find_reset_layers(norms, [optimizer], [*rows, SQUARES]))
+
+
 def test_a_layer_with_gradients_in_few_steps_is_not_taken_for_a_reset(adam):
     model, norms, optimizer = adam
     for step in range(100):

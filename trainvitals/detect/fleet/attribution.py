@@ -880,7 +880,7 @@ class OnsetTracker:
             written = np.where(rows.has(name), np.where(np.isnan(written), np.inf, written), 0.0)
             peaks = self._peaks.setdefault(name, _WriteRatioPeaks())
             is_out = peaks.find_outliers(written)
-            if is_out.any() and rows.has(name).sum() < len(rows) / 2:
+            if is_out.any() and order == 3 and not rows.has("weight_written_ratio").any():
                 # It was read after a finding. The loss rose because of it, unless it has a cause.
                 onset, at = self._numbers.onset, int(np.argmax(written))
                 is_effect = onset is not None and not onset.is_cause and not onset.is_nonfinite

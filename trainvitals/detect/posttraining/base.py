@@ -263,9 +263,11 @@ class RewardCourse(ValueCourse):
         is_solved = level >= solved
         if gain > counts or trend.t(drift) >= _CERTAIN:
             loss = config.at_best * gain
-            # A drift takes more than a few values.
+            # A drift takes more than a few values: those right before were higher by as much.
             sudden_noise = _SUDDEN_SIGMAS * self._sigma(fast, 0.0)
-            is_sudden = max(self._latest) < min(best - max(loss, sudden_noise), solved)
+            before = list(self._recent)[-_SUDDEN - _SHORT : -_SUDDEN]
+            highest = min(best - max(loss, sudden_noise), upper_median(before) - sudden_noise)
+            is_sudden = max(self._latest) < min(highest, solved)
             is_best = is_solved or level >= best - max(loss, noise)
             return "at_best" if is_best and not is_sudden else "fell", is_sudden
         if is_solved:

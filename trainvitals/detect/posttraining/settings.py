@@ -72,7 +72,7 @@ class PostTrainingConfig(Settings, frozen=True, kw_only=True):
     """Mean accuracy of the first steps that only a leak, or a trivial difference, explains."""
     leak_steps: AtLeastOne = 100
     """Steps that count as the first ones."""
-    memorized_loss: AboveZero = 0.5
+    easy_loss: AboveZero = 0.5
     """Evaluation loss of SFT below which the task is easy, and no row counts as memorized."""
     memorized_part: Share = 0.4
     """Largest part of the evaluation loss that the training loss of memorized rows is. The

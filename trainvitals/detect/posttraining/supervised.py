@@ -199,7 +199,7 @@ class MemorizedWatcher(PostTrainingWatcher):
             return ()
         level, drops = upper_median(self._recent), self._drops.drops
         # An evaluation that is near 0 itself is that of an easy task.
-        is_easy = evaluated < config.memorized_loss
+        is_easy = evaluated < config.easy_loss
         is_far = level <= config.memorized_part * evaluated and not is_easy
         has_drops = len(drops) >= 2 * _NUM_DROPS
         if not is_worse or not (is_far or has_drops):
