@@ -58,3 +58,11 @@ def test_shapes_may_change_from_step_to_step():
     squares = GradientSquares()
     for size in (SMALL + 1, 3, 2 * BLOCK + 1, 3):
         assert math.isclose(size, float(squares.of([torch.ones(size)], CPU)), rel_tol=1e-12)
+
+
+def test_gradients_of_optimizers_that_take_turns_do_not_change_earlier_results():
+    squares = GradientSquares()
+    turns = [[torch.full((3,), 2.0), torch.ones(SMALL + 1)], [torch.full((2, 2), 3.0)]] * 2
+    found = [squares.of(grads, CPU) for grads in turns]
+    expected = [[12.0, SMALL + 1.0], [36.0]] * 2
+    assert [pytest.approx(each) for each in expected] == [each.tolist() for each in found]

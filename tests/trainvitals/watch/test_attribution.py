@@ -391,6 +391,18 @@ def test_optimizer_state_that_is_found_reset_was_so_when_the_loss_rose(high, exp
     assert expected == named(tracker)
 
 
+def test_optimizer_state_that_the_signal_measured_is_no_reset():
+    """Also if only few layers have a ratio: modules without parameters have rows too."""
+    tracker = OnsetTracker()
+    for number in range(BAD + 1):
+        step = bare(healthy(number))
+        if number == BAD:
+            ratios = {"weight_written_ratio": 0.0, "moment_written_ratio": 0.98}
+            step = change(step, layers={("h.1", name): value for name, value in ratios.items()})
+        tracker.update(step)
+    assert (BAD, "optimizer", "h.1", "moment_written_ratio") == named(tracker)
+
+
 @pytest.mark.parametrize(
     ("losses", "subject"),
     [

@@ -393,7 +393,7 @@ DAMAGED_WEIGHT = "largest_weight"
 """Series of an onset whose layer has a weight above ``HUGE_WEIGHT``, read after bad steps."""
 RESET_MOMENTS = "second_moments"
 """Series of an onset whose layer has second moments far below its gradients, read after a finding.
-Rows of ``moment_written_ratio`` for a few layers; a signal that is measured has all of them."""
+Rows of ``moment_written_ratio`` without ``weight_written_ratio``, which a signal has as well."""
 _STATE_SERIES = frozenset(
     {
         "weight_written_ratio",
