@@ -9,9 +9,7 @@ OLDEST_TORCH := 2.7.1
 INTEGRATIONS := .venv-integrations
 PINS ?= newest
 TRACKERS := tensorboard,wandb,mlflow,trackio,otlp
-# TRL needs a later Accelerate than the oldest that is supported.
-TRL_newest := ,trl
-EXTRAS := collector,huggingface,accelerate,lightning,deepspeed,torchtitan,$(TRACKERS)$(TRL_$(PINS))
+EXTRAS := collector,huggingface,accelerate,lightning,deepspeed,torchtitan,trl,$(TRACKERS)
 SUPPLY := build/supply
 DEPLOY_TOOLS := build/deploy-tools
 CHECKERS = PATH="$$PATH:$(CURDIR)/$(DEPLOY_TOOLS)/bin"

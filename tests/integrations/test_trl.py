@@ -1,6 +1,6 @@
 """TRL's trainers of each kind with tiny models: exact skips, and the scalars that are judged.
 
-Models and tokenizers are made here, nothing is downloaded. PPO left TRL before 1.16.
+Models and tokenizers are made here, nothing is downloaded. TRL up to 1.12 has PPO.
 """
 
 from pathlib import Path
@@ -13,6 +13,11 @@ pytest.importorskip("trl", reason="not installed: trl")
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("own_place")]
 
 import trl  # noqa: E402
+
+try:
+    from trl.experimental import ppo
+except ImportError:
+    ppo = None
 from datasets import Dataset  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import (  # noqa: E402
@@ -21,12 +26,14 @@ from transformers import (  # noqa: E402
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
     TrainerCallback,
+    set_seed,
 )
 
 from tests.support.watched import own_place  # noqa: E402, F401
 from tests.trainer_hooks.measures.journal import Journal  # noqa: E402
 from trainer_hooks.integrations.huggingface import VitalsCallback  # noqa: E402
 from trainvitals.detect.posttraining.names import read_quantities  # noqa: E402
+from trainvitals.errors import UsageError  # noqa: E402
 from trainvitals.records import RunStarted  # noqa: E402
 
 WORDS = ("<pad>", "<s>", "</s>", "<unk>", *(f"w{number}" for number in range(12)))
@@ -48,6 +55,13 @@ TASKS = {
     "rloo": ("RLOO", {"prompt": PROMPTS}, SAMPLED, {"reward", "entropy", "kl", "dead_share"}),
 }
 """Trainer, data, arguments and quantities that it logs."""
+NAMES = ("activation_checkpointing", "gradient_checkpointing")
+RECOMPUTES = next(name for name in NAMES if hasattr(trl.SFTConfig, name))
+if ppo is not None:
+    IDS = {"input_ids": [[4 + n % 12, 4 + (n + 1) % 12] for n in range(32)]}
+    ONE_UPDATE = {"num_ppo_epochs": 1, "num_mini_batches": 1, "total_episodes": 4 * STEPS}
+    GIVEN = {**ONE_UPDATE, "response_length": 6, "num_sample_generations": 0}
+    TASKS["ppo"] = ("PPO", IDS, GIVEN, {"reward", "entropy", "kl_of_sequence", "ratio"})
 
 
 class Seen(TrainerCallback):
@@ -56,15 +70,15 @@ class Seen(TrainerCallback):
     def __init__(self, bad: int | None) -> None:
         self.bad, self.parameters, self.logs = bad, [], []
 
-    def on_step_begin(self, args, state, control, model, **kwargs):
-        self.handle = None
-        if state.global_step == self.bad:
-            parameter = next(model.parameters())
-            self.handle = parameter.register_hook(lambda gradient: gradient * float("nan"))
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        # Not at the start of a step: PPO's trainer does not say when one starts.
+        parameter = next(p for p in model.parameters() if p.requires_grad)
+        parameter.register_hook(self.spoil)
+
+    def spoil(self, gradient):
+        return gradient * float("nan") if len(self.parameters) == self.bad else gradient
 
     def on_step_end(self, args, state, control, model, **kwargs):
-        if self.handle is not None:
-            self.handle.remove()
         self.parameters.append([p.detach().clone() for p in model.parameters()])
 
     def on_log(self, args, state, control, logs, **kwargs):
@@ -99,10 +113,20 @@ def model(task: str, folder: Path):
         eos_token_id=2,
         num_labels=1,
     )
-    kind = LlamaForSequenceClassification if task == "reward_model" else LlamaForCausalLM
+    kind = LlamaForSequenceClassification if task in JUDGES else LlamaForCausalLM
     kind(config).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return kind.from_pretrained(folder)
+
+
+JUDGES = ("reward_model", "value_model")
+
+
+def models_of_ppo(folder: Path) -> dict:
+    return {
+        "ref_model": None,
+        **{name: model(name, folder / name) for name in JUDGES},
+    }
 
 
 def count(completions, **_) -> list[float]:
@@ -110,14 +134,24 @@ def count(completions, **_) -> list[float]:
 
 
 def trained(
-    task: str, folder, *, bad: int | None = None, guard: bool = True, data=None, thaw=False, **more
+    task: str,
+    folder,
+    *,
+    bad: int | None = None,
+    guard: bool = True,
+    knows: bool = True,
+    mode: str = "guard",
+    data=None,
+    thaw: bool = False,
+    **more,
 ) -> Seen:
     name, default_data, arguments, _ = TASKS[task]
     seen, peft_config = Seen(bad), more.pop("peft_config", None)
     arguments = {**arguments, **more}
-    trainer = getattr(trl, f"{name}Trainer")(
+    library = ppo if task == "ppo" else trl
+    trainer = getattr(library, f"{name}Trainer")(
         model=model(task, folder / "model"),
-        args=getattr(trl, f"{name}Config")(
+        args=getattr(library, f"{name}Config")(
             output_dir=str(folder / "out"),
             max_steps=STEPS,
             logging_steps=1,
@@ -127,7 +161,7 @@ def trained(
             report_to=[],
             use_cpu=True,
             bf16=False,
-            activation_checkpointing=False,
+            **{RECOMPUTES: False},
             disable_tqdm=True,
             **arguments,
         ),
@@ -135,12 +169,14 @@ def trained(
         processing_class=tokenizer(),
         callbacks=[seen],
         **({"reward_funcs": count} if "num_generations" in arguments else {}),
+        **(models_of_ppo(folder) if task == "ppo" else {}),
         **({} if peft_config is None else {"peft_config": peft_config}),
     )
     if thaw:
         trainer.model.requires_grad_(True)
     if guard:
-        trainer.add_callback(VitalsCallback(trainer))
+        trainer.add_callback(VitalsCallback(trainer if knows else None, mode=mode))
+    set_seed(0)  # PPO's trainer does not set NumPy's
     trainer.train()
     return seen
 
@@ -159,6 +195,16 @@ def test_a_training_is_what_it_was_without_us_up_to_a_step_that_is_skipped(tmp_p
     (started,) = [e for e in Journal(tmp_path / "shm").events if isinstance(e, RunStarted)]
     assert task == started.info.task
     assert TASKS[task][3] <= quantities_in(tmp_path).keys()
+
+
+@pytest.mark.skipif(ppo is None, reason="TRL from 1.13 on has no PPO")
+@pytest.mark.parametrize(
+    ("knows", "mode", "words"),
+    [(True, "heal", "several updates in a step"), (False, "guard", "does not know its trainer")],
+)
+def test_what_the_loop_of_ppo_cannot_have_is_refused(tmp_path, knows, mode, words):
+    with pytest.raises(UsageError, match=words):
+        trained("ppo", tmp_path, knows=knows, mode=mode)
 
 
 def quantities_in(folder) -> dict[str, float]:

@@ -105,6 +105,11 @@ class VitalsCallback(TrainerCallback, ExportableState):
         trainer = self._trainer
         if trainer is None:
             if not is_off(options):
+                if not hasattr(optimizer, "accelerator_state"):
+                    raise UsageError(
+                        "VitalsCallback() does not know its trainer, which has a loop of its own",
+                        hint="trainer.add_callback(VitalsCallback(trainer))",
+                    )
                 accelerate.refuse_accelerate_loop(
                     optimizer.accelerator_state.distributed_type, [optimizer]
                 )
@@ -115,15 +120,31 @@ class VitalsCallback(TrainerCallback, ExportableState):
                     hint="trainer.add_callback(VitalsCallback(trainer, mode='heal'))",
                 )
             plain = accelerate.unwrap_optimizer(optimizer)
-            return trainer_hooks.attach(model, plain, scaler=optimizer.scaler, **options)
-        if getattr(trainer, "optimizer", None) is not optimizer:
+            return trainer_hooks.attach(
+                model, plain, scaler=getattr(optimizer, "scaler", None), **options
+            )
+        # TRL's PPO passes the optimizer that its accelerator was given, without the wrapper.
+        own = getattr(trainer, "optimizer", None)
+        if accelerate.unwrap_optimizer(own) is not accelerate.unwrap_optimizer(optimizer):
             raise UsageError(
                 f"VitalsCallback was given {name_type(trainer)} which is not the trainer "
                 "that it was added to",
                 hint="trainer.add_callback(VitalsCallback(trainer))",
             )
+        # Trainer.__init__, which PPO's trainer does not call, would have set it.
+        has_own_loop = not hasattr(trainer, "model_wrapped")
+        if has_own_loop and options.get("mode") == "heal":
+            raise UsageError(
+                f"mode='heal' cannot set the step of {name_type(trainer)} back, whose loop makes "
+                "several updates in a step",
+                hint="mode='guard', which skips bad updates",
+            )
         attached, self._hooks = accelerate.guard_accelerator(
-            trainer.accelerator, trainer.model_wrapped, [optimizer], options=options, parts=True
+            trainer.accelerator,
+            trainer.model if has_own_loop else trainer.model_wrapped,
+            [own],
+            options=options,
+            parts=not has_own_loop,
         )
         if isinstance(attached, Attached):
             attached.when_rolled_back(self._rewind)

@@ -80,7 +80,7 @@ _OF_CLASSES: Mapping[str, Task | None] = {
     "RLOOTrainer": "rloo",
     "PPOTrainer": "ppo",
 }
-"""Trainers of TRL 1.16, and of 0.x to 1.9 for BCO and PPO."""
+"""Trainers of TRL 1.16, of versions up to 1.12 for PPO, and up to 1.9 for BCO."""
 
 
 _MODULES = ("trl.", "unsloth")
