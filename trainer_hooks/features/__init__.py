@@ -12,6 +12,7 @@ from trainer_hooks.features.agreement import AgreementFeature
 from trainer_hooks.features.attempts import AttemptsFeature
 from trainer_hooks.features.auto_clip import AutoClipFeature
 from trainer_hooks.features.commands import CommandsFeature
+from trainer_hooks.features.damage import DamageFeature
 from trainer_hooks.features.early_stopping import EarlyStoppingFeature
 from trainer_hooks.features.expected_change import ExpectedChangeFeature
 from trainer_hooks.features.first_steps import FirstStepsFeature
@@ -35,6 +36,7 @@ FEATURES: list[type[StepFeature]] = [
     AttemptsFeature,
     ExpectedChangeFeature,
     SnapshotsFeature,
+    DamageFeature,
     AgreementFeature,
     SigtermFeature,
     EarlyStoppingFeature,

@@ -10,19 +10,15 @@ from torch import Tensor
 
 from trainer_hooks.exchange.reduce_vector import Slots
 from trainer_hooks.measures.sampled import SampledSignals
-from trainer_hooks.measures.second_moments import find_reset_layers
 from trainer_hooks.recovery.manager import RecoveryManager
 from trainer_hooks.recovery.state import StateCheck
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
 from trainvitals.detect.replicas import format_ranks
 from trainvitals.policy import Judgement, Proposal
-from trainvitals.records import HUGE_WEIGHT, Finding
 
 _MAX_NAMES = 4
 """Maximum number of non-finite tensors to name."""
-_STEPS_BETWEEN_READS = 3
-"""Steps between two reads of the state while findings continue."""
 _IS_INTENDED = (
     "; no optimizer has it, so it counts as intended from now on: snapshots continue with it"
 )
@@ -57,10 +53,6 @@ class SnapshotsFeature(StepFeature):
         """Non-finite tensors of this rank in its latest report."""
         self._nonfinite_parameters: Sequence[str] = ()
         """The same for parameters that the check after a bad step found."""
-        self._nonfinite_row = (-2, -2)
-        """First and latest of the non-finite steps in a row, without overflows of a scaler."""
-        self._next_read_step = 0
-        """First step at which a finding reads the state again."""
 
     @classmethod
     def make(cls, run: RunContext) -> Self:
@@ -129,16 +121,9 @@ class SnapshotsFeature(StepFeature):
             )
             step.checkpoints = self._recovery.refs()
 
-    def on_restored(self, next_step: int) -> None:
-        """Explain the problems of the new attempt by its own state and gradients."""
-        self._nonfinite_row, self._next_read_step = (-2, -2), 0
-        self._run.emitter.recent_squares.clear()
-
     def annotate(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
         """Add the names of non-finite tensors, and the reason of a missed snapshot."""
         judgement = self._add_nonfinite_parameters(step, judgement)
-        if (judgement.findings or step.record.nonfinite_ranks) and self._run.is_rank0:
-            self._measure_damage(step, judgement.findings)
         if step.record.nonfinite_state or step.record.snapshots_missed:
             if self._state_check is not None:
                 self._state_check.every = self._state_check.AGAIN
@@ -170,34 +155,6 @@ class SnapshotsFeature(StepFeature):
         return (
             _add_names(judgement, "nonfinite_params", _format_names(names)) if names else judgement
         )
-
-    def _measure_damage(self, step: ReturnedStep, findings: Sequence[Finding]) -> None:
-        """Read state that can explain a problem, on rank 0, which writes the rows of layers.
-
-        Weights at the second non-finite step in a row, and at a finding of a huge gradient: a
-        flipped bit of an exponent makes a weight finite and huge. Optimizer state at others.
-        """
-        record, run = step.record, self._run
-        is_nonfinite = bool(record.nonfinite_ranks) and not record.overflow
-        first, last = self._nonfinite_row
-        if is_nonfinite:
-            first = first if last == step.step - 1 else step.step
-            self._nonfinite_row = first, step.step
-        is_second = is_nonfinite and step.step == first + 1 and not record.nonfinite_params
-        is_due = bool(findings) and not is_nonfinite and step.step >= self._next_read_step
-        if not is_second and not is_due:
-            return
-        self._next_read_step = step.step + _STEPS_BETWEEN_READS
-        samples, device = step.samples or SampledSignals(), run.device
-        with run.faults.fail_open("damage"):
-            if is_second or (record.grad_norm or 0.0) > HUGE_WEIGHT:
-                largest = device.norms.largest_weights().items()
-                huge = {name: peak for name, peak in largest if peak > HUGE_WEIGHT}
-                step.samples = samples._replace(huge_parameters=huge)
-            else:
-                recent = run.emitter.recent_squares
-                reset = find_reset_layers(device.norms, device.optimizers, recent)
-                step.samples = samples._replace(reset_moments=reset)
 
     def _add_nonfinite_names(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
         """Write this rank's non-finite tensors, or its error, for the findings about a step.

@@ -8,6 +8,7 @@ import torch
 from trainer_hooks.measures.second_moments import find_reset_layers
 from trainer_hooks.ranks import Ranks
 from trainer_hooks.tensors.gradients import GradNorms
+from trainvitals import CheckpointSettings
 
 LAYERS = 5
 SQUARES = [1.0, 4.0] * LAYERS
@@ -130,3 +131,23 @@ def test_an_optimizer_without_second_moments_has_none_to_reset(adam):
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     sgd.step()
     assert {} == find_reset_layers(norms, [sgd], [SQUARES] * 5)
+
+
+def test_a_problem_after_a_rollback_is_explained_at_its_first_step(make_loop, tmp_path):
+    where = CheckpointSettings(directory=tmp_path / "kept", snapshot_every=5)
+    loop = make_loop(model=stack(), mode="heal", checkpoints=where)
+    weight, factors, restored = loop.model[2].weight.data, {40: math.nan, 41: math.nan}, None
+    for attempted in range(45):
+        if attempted == 42:
+            weight[0, 0] = math.nan
+        if restored is not None:
+            weight[0, 0] = 3e12
+        x = torch.randn(8, 4, generator=loop.data)
+        loss = loop.model(x).square().mean() * factors.get(attempted, 1.0)
+        loss.backward()
+        outcome = loop.monitor.step(loss, max_norm=1.0)
+        if outcome.rolled_back_to is not None:
+            restored = outcome.next_step
+    assert restored < 40
+    # The weights were read at 41, too, and so not before 44 had there been no rollback.
+    assert pytest.approx(3e12) == loop.journal().layers("weight_norm")[restored, "2"]
