@@ -227,8 +227,9 @@ class Inbox:
                 if entry is None or entry.view.state != "firing" or fingerprint in newly_firing:
                     newly_firing[fingerprint] = raised.view
             for name, seq in cursors.items():
-                values = {"body": msgspec.msgpack.encode(seq), "updated_unix_ns": now}
-                upsert(connection, engine_state, {"name": name}, values)
+                body = msgspec.msgpack.encode(seq)
+                row = {"name": name, "body": body, "updated_unix_ns": now}
+                upsert(connection, engine_state, row)
         self._submit_alerts(newly_firing.values())
         return frozenset(newly_firing)
 
@@ -622,7 +623,8 @@ def _open_views(connection: Connection) -> list[AlertView]:
 
 def _save_alert(connection: Connection, entry: InboxAlert) -> None:
     view = entry.view
-    values = {
+    row = {
+        "fingerprint": view.fingerprint,
         "run_id": view.run_id or None,
         "name": view.name,
         "severity": view.severity,
@@ -637,7 +639,7 @@ def _save_alert(connection: Connection, entry: InboxAlert) -> None:
         "notified_unix_ns": view.updated_unix_ns if entry.life.settled == view.state else 0,
         "body": msgspec.msgpack.encode(entry.life),
     }
-    upsert(connection, alerts, {"fingerprint": view.fingerprint}, values)
+    upsert(connection, alerts, row)
 
 
 def _apply_silence(view: AlertView, quiet: ActiveSilences) -> AlertView:

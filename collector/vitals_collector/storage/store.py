@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import sqlalchemy
 from sqlalchemy import (
-    ColumnElement,
     Connection,
     Engine,
     Table,
@@ -670,14 +669,22 @@ def ensure_data_dir(data: Path) -> Path:
 def upsert(
     connection: Connection,
     table: Table,
-    key: Mapping[str, Any],
-    values: Mapping[str, Any],
-    where: ColumnElement[bool] | None = None,
+    *rows: Mapping[str, Any],
+    newer_by: str = "",
 ) -> None:
-    """Insert the row with this key, or write the values over it if ``where`` holds for it."""
-    statement = insert(connection, table).values({**key, **values})
+    """Insert rows with the same columns, or write them over those with the same primary keys.
+
+    A row with a greater value in the column ``newer_by`` is not written over.
+    """
+    if not rows:
+        return
+    statement = insert(connection, table)
+    new = statement.excluded
+    where = table.c[newer_by] <= new[newer_by] if newer_by else None
+    key = table.primary_key.columns.keys()
+    values = {name: new[name] for name in rows[0] if name not in key}
     connection.execute(
-        statement.on_conflict_do_update(index_elements=list(key), set_=dict(values), where=where)
+        statement.on_conflict_do_update(index_elements=key, set_=values, where=where), rows
     )
 
 
@@ -689,13 +696,8 @@ def load_state(connection: Connection, name: str) -> bytes | None:
 
 def save_states(connection: Connection, bodies: Mapping[str, bytes]) -> None:
     """Write bodies of ``engine_state`` by name, in the order of names to avoid deadlocks."""
-    if bodies:
-        statement = insert(connection, engine_state)
-        new = {"body": statement.excluded.body}
-        connection.execute(
-            statement.on_conflict_do_update(index_elements=["name"], set_=new),
-            [{"name": name, "body": body} for name, body in sorted(bodies.items())],
-        )
+    rows = [{"name": name, "body": body} for name, body in sorted(bodies.items())]
+    upsert(connection, engine_state, *rows)
 
 
 def write_audit(
