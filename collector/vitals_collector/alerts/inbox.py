@@ -10,7 +10,6 @@ delivered at least once.
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import msgspec
@@ -86,8 +85,7 @@ class InboxAlert(NamedTuple):
     life: StoredAlertState
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InboxConfig:
+class InboxConfig(msgspec.Struct, frozen=True, kw_only=True):
     """When alerts fire and resolve."""
 
     healthy_steps: int = 100
@@ -96,8 +94,7 @@ class InboxConfig:
     """How long a run must be lost before that fires; every other condition fires at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CurrentRunState:
+class CurrentRunState(msgspec.Struct, frozen=True, kw_only=True):
     """Current state of a run, as the inbox needs it."""
 
     run_id: str
@@ -108,7 +105,7 @@ class CurrentRunState:
     """By the run's own clocks. A run that is read months later did not recover today."""
     conditions: tuple[Alert, ...]
     """The condition alerts that hold now."""
-    since: Mapping[str, int] = field(default_factory=dict)
+    since: Mapping[str, int] = {}
     """By fingerprint, when some of them started, by the run's own clocks. The others start now."""
     lasting: frozenset[str] = frozenset()
     """Fingerprints of alerts that do not resolve yet: their condition lasts, or is unknown."""

@@ -11,12 +11,12 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
+import msgspec
 import sqlalchemy
 from sqlalchemy import (
     Connection,
@@ -91,8 +91,7 @@ RemovalReason = Literal["asked", "age"]
 REMOVAL_REASONS: tuple[str, ...] = get_args(RemovalReason)
 
 
-@dataclass(slots=True)
-class IngestCounters:
+class IngestCounters(msgspec.Struct):
     """What came in, and what failed, since this process started; read by ``/metrics``."""
 
     num_rows: int = 0
@@ -100,26 +99,26 @@ class IngestCounters:
     num_lost: int = 0
     num_damaged: int = 0
     """Damaged ranges and states of spools that were skipped."""
-    rejected: dict[str, int] = field(default_factory=dict)
+    rejected: dict[str, int] = {}
     """Refused batches by error code."""
-    refused: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, int] = {}
     """Requests refused for want of a right, by error code."""
     num_deferred: int = 0
     """Bodies sent away because there was no room, to come back later."""
-    thinned: dict[tuple[str, str], int] = field(default_factory=dict)
+    thinned: dict[tuple[str, str], int] = {}
     """Rows taken away, by stream and reason."""
     num_forgotten: int = 0
     """Rows that came of runs which were removed."""
-    removed_runs: dict[str, int] = field(default_factory=dict)
+    removed_runs: dict[str, int] = {}
     """Runs removed, by reason."""
     over_cap: dict[str, str] | None = None
     """Runs that exceed their cap with nothing left to delete, with a message each; None before all
     runs were checked."""
-    failures: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, int] = {}
     """Errors that one part of the collector kept from the others, by part."""
-    remote_writes: dict[str, int] = field(default_factory=dict)
+    remote_writes: dict[str, int] = {}
     """Pushes of run metrics by outcome; empty where none are pushed."""
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
     """Held by whoever counts."""
 
     def reject(self, code: str) -> None:
@@ -209,8 +208,7 @@ class IngestUptime:
                 self._storing.pop(threading.get_ident(), None)
 
 
-@dataclass(slots=True)
-class StreamOffset:
+class StreamOffset(msgspec.Struct):
     """Last stored row of one stream."""
 
     key: StreamKey
