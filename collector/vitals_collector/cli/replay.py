@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from trainvitals.cli.options import Dir, ReportFormat
 from trainvitals.cli.output import Format, write_json, write_rows
 from trainvitals.clock import SystemClock
-from trainvitals.detect.posttraining.names import loss_kind_of_task
 from trainvitals.errors import UsageError
 from trainvitals.io.lookup import DEFAULT_DIR
 from trainvitals.io.rundir import holds_runs
@@ -108,6 +107,8 @@ class ReplayLogOptions(msgspec.Struct, frozen=True, kw_only=True):
             task: kind of a post-training run, whose scalars are read too.
             scalars: column of each post-training scalar with another name than Vitals knows.
         """
+        from trainvitals.detect.posttraining.names import loss_kind_of_task
+
         importers = load_plugin("importers")
         columns = importers.ColumnChoice(**self.columns(), task=task, scalars=scalars or {})
         history = importers.read_history(log, columns)
