@@ -9,7 +9,6 @@ import enum
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -28,8 +27,7 @@ class AlertState(enum.StrEnum):
     RESOLVED = "resolved"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlertStatus:
+class AlertStatus(msgspec.Struct, frozen=True, kw_only=True):
     """An alert's state, and since when its condition holds."""
 
     state: AlertState = AlertState.INACTIVE
@@ -62,8 +60,7 @@ NO_ACTION = "took no action; training continues."
 HEALTHY_AGAIN = "100 healthy steps have passed without it, or the run has finished."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlertSpec:
+class AlertSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One alert Vitals can raise. Its texts are written for an operator at 3 a.m."""
 
     name: str

@@ -9,9 +9,9 @@ at most the rest. So the buckets add up to the wall time, to the nanosecond, wha
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -83,8 +83,7 @@ class TimeSpan(NamedTuple):
     end_ns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedSteps:
+class EndedSteps(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements of each completed step, one entry per step, in the order of their ends.
 
     Seconds are of the mean rank; NaN: not measured.
@@ -127,14 +126,13 @@ class AttemptTimes(NamedTuple):
     nanoseconds: Mapping[Bucket, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Goodput:
+class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """Wall time by bucket. ``nanoseconds`` add up to ``wall_ns``."""
 
     begin_unix_ns: int
     end_unix_ns: int
     nanoseconds: Mapping[Bucket, int]
-    undone: Mapping[Bucket, int] = field(default_factory=dict)
+    undone: Mapping[Bucket, int] = {}
     """Buckets of the steps in ``rolled_back`` before their rollback."""
     attempts: tuple[AttemptTimes, ...] = ()
     failures: tuple[Failure, ...] = ()
@@ -143,7 +141,7 @@ class Goodput:
     lost_steps: int = 0
     """Steps that were skipped or undone."""
     steps: int = 0
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     """Missing data, one sentence each."""
 
     @property

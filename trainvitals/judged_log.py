@@ -28,7 +28,6 @@ The log provides the numbers. Everything else rests on these assumptions:
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -101,8 +100,7 @@ class JudgedStep(NamedTuple):
     judgement: Judgement
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cadence:
+class Cadence(msgspec.Struct, frozen=True, kw_only=True):
     """Spacing of a log's steps."""
 
     counts_records: bool

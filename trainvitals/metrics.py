@@ -3,8 +3,9 @@
 Columns are only added and are found by name: a run from before a column was added stays readable.
 """
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from trainvitals.records import VERDICT_BITS
 
@@ -12,8 +13,7 @@ Kind = Literal["gauge", "counter", "info"]
 Scope = Literal["run", "rank", "gpu", "node", "process", "agent", "collector", "hooks"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricSpec:
+class MetricSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One metric."""
 
     name: str

@@ -7,7 +7,6 @@ its response.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from string import Formatter
 from typing import Any, Generic, Literal, TypeVar, get_args
 from urllib.parse import quote
@@ -31,8 +30,7 @@ class PerRunQuestion(Question[A], frozen=True, kw_only=True):
     run_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class Route(msgspec.Struct, frozen=True, kw_only=True):
     """HTTP mapping of a query: fields named in the path go there, the others into query or body."""
 
     kind: type[Question[Any]]
@@ -49,8 +47,7 @@ class Route:
     """Parameters of a GET, the body of a POST."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """A query as an HTTP request."""
 
     method: Method

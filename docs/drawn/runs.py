@@ -10,16 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from docs.drawn.svg import Line, Mark, Panel, Point
-from trainvitals.detect import (
-    BurstDetector,
-    LevelDetector,
-    LossKind,
-    SpikeDetector,
-)
 from trainvitals.detect.detector_set import DetectorSet
 from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.fleet.base import MergedStep, NodeSample
+from trainvitals.detect.level import LevelDetector
+from trainvitals.detect.outliers import LossKind
 from trainvitals.detect.posttraining.set import PostTrainingDetectors
+from trainvitals.detect.spike import BurstDetector, SpikeDetector
 from trainvitals.records import Finding, StepRecord
 
 SECOND = 1_000_000_000

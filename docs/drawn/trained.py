@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from docs.drawn.svg import Line, Mark, Panel
-from trainvitals.detect import LossKind
 from trainvitals.detect.detector_set import DetectorSet
+from trainvitals.detect.outliers import LossKind
 from trainvitals.judged_log import EXPECTED_STEPS, LoggedStep, judge_history
 from trainvitals.policy import JudgeConfig
 from trainvitals.records import Finding, StepRecord

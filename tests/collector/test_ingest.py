@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection, select
+from sqlalchemy.event import listen
 
 from tests.collector.rows import RUN, SECOND, START, STEPS, Writer
 from tests.support.examples import examples
@@ -28,6 +29,7 @@ from trainvitals.records import (
     EventRow,
     Finding,
     FindingRaised,
+    NamesDefined,
     Note,
     RunEnded,
     RunInfo,
@@ -450,6 +452,57 @@ def test_an_older_word_about_a_checkpoint_does_not_undo_a_newer_one(store: Store
         ingest(store, raw)
     with store.read_transaction() as connection:
         assert "healthy" == connection.execute(select(tables.checkpoints.c.state)).scalar_one()
+
+
+def test_in_one_batch_the_latest_state_of_each_checkpoint_is_stored(store: Store):
+    def changed(name: str, state: str, step: int) -> CheckpointChanged:
+        return CheckpointChanged(
+            checkpoint_id=name, checkpoint_step=step, state=state, where="disk", num_bytes=step
+        )
+
+    states = ("candidate", "verified", "healthy")
+    events = [changed(name, state, 10 * at) for at, state in enumerate(states) for name in "ab"]
+    ingest(store, Writer().events(*events))
+    columns = tables.checkpoints.c
+    with store.read_transaction() as connection:
+        query = select(columns.checkpoint_id, columns.state, columns.step, columns.num_bytes)
+        rows = connection.execute(query.order_by(columns.checkpoint_id)).all()
+    assert [("a", "healthy", 20, 20), ("b", "healthy", 20, 20)] == rows
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        NamesDefined(stream="layers", names={1: "fc1", 2: "fc2"}),
+        FindingRaised(
+            finding=Finding(kind="spike", level="advisory", step=1, detector="spike", reason="high")
+        ),
+        DecisionMade(
+            decision=Decision(
+                ledger_seq=1,
+                action="skip_step",
+                step=4,
+                decided_at_step=5,
+                attempt=0,
+                reason="loss is nan",
+                rule="nonfinite",
+                cause="nonfinite_loss",
+            )
+        ),
+        CheckpointChanged(checkpoint_id="c", checkpoint_step=1, state="healthy", where="disk"),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_many_events_of_one_type_take_as_many_statements_as_one(store: Store, event: Event):
+    statements: list[str] = []
+    listen(store.engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
+    ingest(store, Writer().events(event))  # registers the run
+    num_statements: list[int] = []
+    for pid, num in ((1, 1), (2, 40)):
+        before = len(statements)
+        assert num == ingest(store, Writer(pid=pid).events(*[event] * num)).num_new
+        num_statements.append(len(statements) - before)
+    assert num_statements[0] == num_statements[1]
 
 
 def test_a_command_learns_what_became_of_it(store: Store):

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.support.examples import one_in
-from trainvitals.detect import BurstConfig, BurstDetector
+from trainvitals.detect.spike import BurstConfig, BurstDetector
 from trainvitals.errors import ConfigError
 from trainvitals.records import StepRecord
 

@@ -12,18 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.examples import examples, one_in
-from trainvitals.detect import (
-    BurstDetector,
-    DriftDetector,
-    LevelDetector,
-    NonFiniteDetector,
-    ProgressDetector,
-    SpikeConfig,
-    SpikeDetector,
-)
 from trainvitals.detect.detector_set import DetectConfig, DetectorSet
 from trainvitals.detect.guard import GuardDetector
-from trainvitals.detect.outliers import OutlierRule
+from trainvitals.detect.level import DriftDetector, LevelDetector, ProgressDetector
+from trainvitals.detect.outliers import NonFiniteDetector, OutlierRule
+from trainvitals.detect.spike import BurstDetector, SpikeConfig, SpikeDetector
 from trainvitals.errors import ConfigError
 from trainvitals.records import Finding, StepRecord
 from trainvitals.testing import series

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
-from trainvitals.detect import LossKind
+from trainvitals.detect.outliers import LossKind
 from trainvitals.judged_log import (
     JudgedStep,
     LoggedStep,

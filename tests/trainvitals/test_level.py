@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.examples import one_in
-from trainvitals.detect import DriftConfig, DriftDetector, LevelConfig, LevelDetector
+from trainvitals.detect.level import DriftConfig, DriftDetector, LevelConfig, LevelDetector
 from trainvitals.errors import ConfigError
 from trainvitals.records import Finding, StepRecord
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.examples import one_in
-from trainvitals.detect import ProgressConfig, ProgressDetector
 from trainvitals.detect.detector_set import DetectorSet
+from trainvitals.detect.level import ProgressConfig, ProgressDetector
 from trainvitals.errors import ConfigError
 from trainvitals.policy import Judge, Proposal, StepInputs
 from trainvitals.records import Finding, StepRecord

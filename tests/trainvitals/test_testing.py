@@ -2,7 +2,8 @@ import math
 
 import pytest
 
-from trainvitals.detect import NonFiniteDetector, SpikeDetector
+from trainvitals.detect.outliers import NonFiniteDetector
+from trainvitals.detect.spike import SpikeDetector
 from trainvitals.policy import Judge
 from trainvitals.records import StepRecord
 from trainvitals.testing import ManualClock, decisions, judgements, replay, series

@@ -42,7 +42,7 @@ from trainer_hooks.step.feature import OutgoingStep
 from trainer_hooks.step.micro import MicroLosses
 from trainer_hooks.tensors.gradients import local_tensor, no_gradient_error, reads_are_free, scale
 from trainvitals.auto_clip import MaxNorm, refuse_max_norm
-from trainvitals.detect import Limits
+from trainvitals.detect.outliers import Limits
 from trainvitals.errors import UsageError
 from trainvitals.printable import name_type
 from trainvitals.records import OVERFLOW

@@ -2,11 +2,11 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import is_dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
+import msgspec
 import typer
 
 from trainvitals.cli.output import Format
@@ -47,7 +47,7 @@ Control = Annotated[
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace a command's dataclass parameters by the options that their fields declare.
+    """Replace a command's ``Struct`` parameters by the options that their fields declare.
 
     Typer gets the fields instead of the parameter. The command receives an instance.
     """
@@ -55,7 +55,7 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, Any] = {}
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
         group = parameter.annotation
-        if isinstance(group, type) and is_dataclass(group):
+        if isinstance(group, type) and issubclass(group, msgspec.Struct):
             groups[name] = group
             hints = get_type_hints(group, include_extras=True)
             fields = inspect.signature(group).parameters.values()
@@ -67,7 +67,7 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def run(**values: Any) -> None:
         for name, group in groups.items():
-            fields = group.__dataclass_fields__
+            fields = group.__struct_fields__
             values[name] = group(**{key: values.pop(key) for key in fields if key in values})
         command(**values)
 

@@ -1,9 +1,10 @@
 """Blocks of a document, independent of its format."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from trainvitals.printable import printable
 from trainvitals.units import DATE_FORMAT
@@ -12,46 +13,40 @@ if TYPE_CHECKING:
     from trainvitals.document.tree import Node
 
 
-@dataclass(frozen=True, slots=True)
-class Heading:
+class Heading(msgspec.Struct, frozen=True):
     """A title; only one has level 1."""
 
     level: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Paragraph:
+class Paragraph(msgspec.Struct, frozen=True):
     """A paragraph; a dim one is less important."""
 
     text: str
     is_dim: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class KeyFacts:
+class KeyFacts(msgspec.Struct, frozen=True):
     """Facts with their names."""
 
     pairs: Sequence[tuple[str, str]]
 
 
-@dataclass(frozen=True, slots=True)
-class CommandLines:
+class CommandLines(msgspec.Struct, frozen=True):
     """Lines to copy into a terminal."""
 
     lines: Sequence[str]
 
 
-@dataclass(frozen=True, slots=True)
-class TableBlock:
+class TableBlock(msgspec.Struct, frozen=True):
     """Rows of cells below column names."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[object]]
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnLines:
+class DrawnLines(msgspec.Struct, frozen=True):
     """Lines drawn with characters."""
 
     lines: Sequence[str]
@@ -74,8 +69,7 @@ class ChartBlock(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Fold:
+class Fold(msgspec.Struct, frozen=True):
     """A section that a page shows as its title until it is opened; it is printed open."""
 
     level: int

@@ -20,9 +20,10 @@ import pwd
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Self
+
+import msgspec
 
 from trainvitals.errors import FormatError, InsecurePathError, StorageError, VitalsError
 
@@ -127,8 +128,7 @@ def open_private(path: Path, flags: int = os.O_RDONLY, *, any_links: bool = Fals
 # ---------------------------------------------------------------- what others may read, not write
 
 
-@dataclass(frozen=True, slots=True)
-class FileOwner:
+class FileOwner(msgspec.Struct, frozen=True):
     """User whose files are trusted, and whether the file system has modes.
 
     A network file system may map root's files to nobody, and another may show every mode as 0777.

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from trainvitals.detect import Detector
+from trainvitals.detect.outliers import Detector
 from trainvitals.policy import CheckpointRef, Judge, Judgement, StepInputs
 from trainvitals.policy.evidence import Ask, ProbeResult
 from trainvitals.policy.state import DeviceRule

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
-from trainvitals.detect import LossKind
+from trainvitals.detect.outliers import LossKind
 
 Number = float | None
 """A logged value as it was logged, NaN and infinities included; None where none was."""

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trainvitals.detect import LossKind
 from trainvitals.detect.detector_set import DetectorSet
+from trainvitals.detect.outliers import LossKind
 from trainvitals.records import Finding, StepRecord
 
 STEPS = 2400

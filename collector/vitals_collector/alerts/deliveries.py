@@ -67,13 +67,14 @@ class SqlDeliveryLedger:
         now = self._clock.time_ns()
         with self._store.write() as connection:
             for view in delivered:
-                key = {"fingerprint": view.fingerprint, "receiver": receiver}
-                values = {
+                row = {
+                    "fingerprint": view.fingerprint,
+                    "receiver": receiver,
                     "run_id": view.run_id or None,
                     "delivery_id": delivery_id(view, receiver),
                     "delivered_unix_ns": now,
                 }
-                upsert(connection, deliveries, key, values)
+                upsert(connection, deliveries, row)
 
     def heard_by(self, alert: AlertView) -> frozenset[str]:
         """Return the receivers that have had the alert's state."""

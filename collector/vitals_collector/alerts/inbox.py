@@ -10,7 +10,6 @@ delivered at least once.
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import msgspec
@@ -86,8 +85,7 @@ class InboxAlert(NamedTuple):
     life: StoredAlertState
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InboxConfig:
+class InboxConfig(msgspec.Struct, frozen=True, kw_only=True):
     """When alerts fire and resolve."""
 
     healthy_steps: int = 100
@@ -96,8 +94,7 @@ class InboxConfig:
     """How long a run must be lost before that fires; every other condition fires at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CurrentRunState:
+class CurrentRunState(msgspec.Struct, frozen=True, kw_only=True):
     """Current state of a run, as the inbox needs it."""
 
     run_id: str
@@ -108,7 +105,7 @@ class CurrentRunState:
     """By the run's own clocks. A run that is read months later did not recover today."""
     conditions: tuple[Alert, ...]
     """The condition alerts that hold now."""
-    since: Mapping[str, int] = field(default_factory=dict)
+    since: Mapping[str, int] = {}
     """By fingerprint, when some of them started, by the run's own clocks. The others start now."""
     lasting: frozenset[str] = frozenset()
     """Fingerprints of alerts that do not resolve yet: their condition lasts, or is unknown."""
@@ -227,8 +224,9 @@ class Inbox:
                 if entry is None or entry.view.state != "firing" or fingerprint in newly_firing:
                     newly_firing[fingerprint] = raised.view
             for name, seq in cursors.items():
-                values = {"body": msgspec.msgpack.encode(seq), "updated_unix_ns": now}
-                upsert(connection, engine_state, {"name": name}, values)
+                body = msgspec.msgpack.encode(seq)
+                row = {"name": name, "body": body, "updated_unix_ns": now}
+                upsert(connection, engine_state, row)
         self._submit_alerts(newly_firing.values())
         return frozenset(newly_firing)
 
@@ -622,7 +620,8 @@ def _open_views(connection: Connection) -> list[AlertView]:
 
 def _save_alert(connection: Connection, entry: InboxAlert) -> None:
     view = entry.view
-    values = {
+    row = {
+        "fingerprint": view.fingerprint,
         "run_id": view.run_id or None,
         "name": view.name,
         "severity": view.severity,
@@ -637,7 +636,7 @@ def _save_alert(connection: Connection, entry: InboxAlert) -> None:
         "notified_unix_ns": view.updated_unix_ns if entry.life.settled == view.state else 0,
         "body": msgspec.msgpack.encode(entry.life),
     }
-    upsert(connection, alerts, {"fingerprint": view.fingerprint}, values)
+    upsert(connection, alerts, row)
 
 
 def _apply_silence(view: AlertView, quiet: ActiveSilences) -> AlertView:

@@ -5,7 +5,6 @@ A matcher is about ``name``, ``run``, ``severity`` or a label: equal, or by a pa
 
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -25,8 +24,7 @@ _MOST_REPEATED = 4
 _MAX_LENGTH = 200
 
 
-@dataclass(frozen=True, slots=True)
-class SilenceMatcher:
+class SilenceMatcher(msgspec.Struct, frozen=True):
     """One condition that an alert fits or not."""
 
     field: str

@@ -6,10 +6,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import typer
 
 from trainvitals.cli.output import format_time
@@ -83,8 +83,7 @@ def _follow_run(
     display.say(_ending_line(progress, reader.how_it_ended()))
 
 
-@dataclass(slots=True)
-class RunEndCondition:
+class RunEndCondition(msgspec.Struct):
     """Decides whether a run has ended permanently. Reads no clock."""
 
     down_since_ns: int | None = None

@@ -3,9 +3,9 @@
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import typer
 
 from trainvitals.cli.options import Collector, Dir, Run, TokenFile
@@ -15,16 +15,14 @@ from trainvitals.views import RunsQuestion, RunSummary
 from vitals_collector.queries.open import OpenedReader, find_run, open_reader
 
 
-@dataclass(frozen=True, slots=True)
-class RunChoice:
+class RunChoice(msgspec.Struct, frozen=True):
     """Options that name a run."""
 
     run: Run = ""
     folder: Dir = None
 
 
-@dataclass(frozen=True, slots=True)
-class CollectorOptions:
+class CollectorOptions(msgspec.Struct, frozen=True):
     """Options that name a collector."""
 
     collector: Collector = ""

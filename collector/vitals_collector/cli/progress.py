@@ -3,7 +3,8 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from trainvitals import views
 from trainvitals.records import decision_text
@@ -18,8 +19,7 @@ ALERTS_SHARE = 0.01
 _METRICS = ("loss", "grad_norm", "learning_rate", "mfu_ratio", "tokens_seen")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunProgress:
+class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
     """State of a run at one poll."""
 
     summary: views.RunSummary

@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from msgspec.structs import replace
 
 from trainvitals.cli.options import Dir
 from trainvitals.cli.output import Format, format_time, write_json, write_rows

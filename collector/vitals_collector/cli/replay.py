@@ -4,17 +4,16 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
+from msgspec.structs import replace
 
 from trainvitals.cli.options import Dir, ReportFormat
 from trainvitals.cli.output import Format, write_json, write_rows
 from trainvitals.clock import SystemClock
-from trainvitals.detect.posttraining.names import loss_kind_of_task
 from trainvitals.errors import UsageError
 from trainvitals.io.lookup import DEFAULT_DIR
 from trainvitals.io.rundir import holds_runs
@@ -46,8 +45,7 @@ RunOrLog = Annotated[
 Data = Annotated[Path | None, typer.Option(help="A collector's data folder, instead of --dir.")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayLogOptions:
+class ReplayLogOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options for a log: settings and columns."""
 
     mode: Annotated[
@@ -90,12 +88,12 @@ class ReplayLogOptions:
 
     def columns(self) -> dict[str, str | None]:
         """Return the options of `vitals replay` that name a log's column."""
-        names = list(self.__dataclass_fields__)
+        names = list(self.__struct_fields__)
         return {name: getattr(self, name) for name in names[names.index("step") :]}
 
     def log_option_names(self) -> list[str]:
         """Return the given options of `vitals replay` that apply only to a log."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        values = {name: getattr(self, name) for name in self.__struct_fields__}
         names = [name for name, value in values.items() if value not in (None, False)]
         return [f"--{name.replace('_', '-')}" for name in names if name != "config"]
 
@@ -109,12 +107,14 @@ class ReplayLogOptions:
             task: kind of a post-training run, whose scalars are read too.
             scalars: column of each post-training scalar with another name than Vitals knows.
         """
+        from trainvitals.detect.posttraining.names import loss_kind_of_task
+
         importers = load_plugin("importers")
         columns = importers.ColumnChoice(**self.columns(), task=task, scalars=scalars or {})
         history = importers.read_history(log, columns)
         assumed = importers.Assumed(
             mode=self.mode or "heal",
-            config=msgspec.structs.replace(
+            config=replace(
                 _load_judge_settings(self.config),
                 loss_kind=self.loss_kind or loss_kind_of_task(task) or "minimize",
             ),

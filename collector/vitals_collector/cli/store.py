@@ -7,10 +7,10 @@ use them. The collector may be running, except for `compact`.
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from trainvitals.cli.groups import Commands, add_group
@@ -47,8 +47,7 @@ Database = Annotated[
 Run = Annotated[str, typer.Argument(help="Run id or its beginning, or name.")]
 
 
-@dataclass(frozen=True, slots=True)
-class StoreChoice:
+class StoreChoice(msgspec.Struct, frozen=True):
     """Options that name a collector's store."""
 
     data: Data = None

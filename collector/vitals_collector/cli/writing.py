@@ -6,11 +6,11 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
+import msgspec
 import typer
 
 from trainvitals.cli.options import Force
@@ -35,8 +35,7 @@ Output = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class TableOutput:
+class TableOutput(msgspec.Struct, frozen=True):
     """Options for the format and the file of a table."""
 
     form: TableForm = TableFormat.TABLE

@@ -168,8 +168,8 @@ class FolderIngest:
             return [], True
         with self._store.write_rows() as connection:
             stored = store_batches(connection, self._store, checked)
-            position = {"position": msgspec.msgpack.encode(group[len(checked) - 1][0])}
-            upsert(connection, positions, {"spool": str(spool)}, position)
+            position = msgspec.msgpack.encode(group[len(checked) - 1][0])
+            upsert(connection, positions, {"spool": str(spool), "position": position})
         for outcome in stored:
             if outcome.error is not None:
                 self._log_once(f"{spool}: a batch is skipped: {outcome.error}")

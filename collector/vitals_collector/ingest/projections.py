@@ -5,7 +5,8 @@ state, the latest event by its own time wins, so the order in which spools arriv
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -54,6 +55,9 @@ from vitals_collector.storage.store import insert, remove_nul, upsert
 _encode = msgspec.msgpack.encode
 _decode_info = msgspec.msgpack.Decoder(RunInfo).decode
 
+_E = TypeVar("_E")
+_Received = tuple[Identity, EventRow, _E]
+"""An event of a writer."""
 MAX_SAMPLES = 64
 """Maximum number of sample ids in a display line."""
 
@@ -61,17 +65,21 @@ MAX_SAMPLES = 64
 def apply_events(
     connection: Connection, events_by_writer: Sequence[tuple[Identity, Sequence[EventRow]]]
 ) -> None:
-    """Store each writer's events, and apply them in order."""
-    rows = [
-        _event_row(identity, row) for identity, event_rows in events_by_writer for row in event_rows
-    ]
-    if rows:
-        connection.execute(events.insert(), rows)
-    for identity, event_rows in events_by_writer:
-        for row in event_rows:
-            meaning = _MEANINGS.get(type(row.event))
-            if meaning is not None:
-                meaning(connection, identity, row, row.event)
+    """Store each writer's events, and apply those of each type in order.
+
+    Each type has its own tables. Types with many events have one statement for all of them, because
+    SQLAlchemy needs longer to build a statement than the database to store a row.
+    """
+    received = [(identity, row, row.event) for identity, rows in events_by_writer for row in rows]
+    if received:
+        connection.execute(events.insert(), [_event_row(*each) for each in received])
+    received.sort(key=lambda each: type(each[2]).__name__)  # stable
+    for event_type, of_type in groupby(received, key=lambda each: type(each[2])):
+        if event_type in _BY_TYPE:
+            _BY_TYPE[event_type](connection, of_type)
+        elif event_type in _BY_EVENT:
+            for each in of_type:
+                _BY_EVENT[event_type](connection, *each)
 
 
 def note_processes(
@@ -174,8 +182,7 @@ def describe_samples(batch: BatchNoted) -> str:
     return f"samples {shown}" + (f" and {num - MAX_SAMPLES} more" if num > MAX_SAMPLES else "")
 
 
-def _event_row(identity: Identity, row: EventRow) -> dict[str, Any]:
-    event = row.event
+def _event_row(identity: Identity, row: EventRow, event: Event | None) -> dict[str, Any]:
     return {
         "run_id": identity.run_id,
         "incarnation": identity.incarnation,
@@ -233,25 +240,29 @@ def _attempt_started(
     connection.execute(insert(connection, attempts).values(values).on_conflict_do_nothing())
 
 
-def _names_defined(
-    connection: Connection, identity: Identity, _row: EventRow, event: NamesDefined
-) -> None:
-    """Store the names that a writer gave to its layers or scalars, from its event."""
-    key = {
-        "run_id": identity.run_id,
-        "incarnation": identity.incarnation,
-        "stream": event.stream[:16],
-    }
-    for number, name in event.names.items():
-        upsert(connection, names, key | {"id": number}, {"name": remove_nul(name)})
+def _names_defined(connection: Connection, received: Iterable[_Received[NamesDefined]]) -> None:
+    """Store the names that writers gave to their layers or scalars, from their events."""
+    rows = [
+        {
+            "run_id": identity.run_id,
+            "incarnation": identity.incarnation,
+            "stream": event.stream[:16],
+            "id": number,
+            "name": remove_nul(name),
+        }
+        for identity, _, event in received
+        for number, name in event.names.items()
+    ]
+    upsert(connection, names, *rows)
 
 
-def _finding_raised(
-    connection: Connection, identity: Identity, row: EventRow, event: FindingRaised
-) -> None:
-    """Store a rank's finding, from a received event."""
-    values = _event_key(identity, row) | finding_columns(event.finding, row.attempt)
-    connection.execute(findings.insert().values(values))
+def _findings_raised(connection: Connection, received: Iterable[_Received[FindingRaised]]) -> None:
+    """Store the findings of ranks, from received events."""
+    rows = [
+        _event_key(identity, row) | finding_columns(event.finding, row.attempt)
+        for identity, row, event in received
+    ]
+    connection.execute(findings.insert(), rows)
 
 
 def finding_columns(finding: Finding, attempt: int) -> dict[str, Any]:
@@ -267,12 +278,14 @@ def finding_columns(finding: Finding, attempt: int) -> dict[str, Any]:
     }
 
 
-def _decision_made(
-    connection: Connection, identity: Identity, row: EventRow, event: DecisionMade
-) -> None:
-    """Store a decision of the policy, from a received event."""
+def _decisions_made(connection: Connection, received: Iterable[_Received[DecisionMade]]) -> None:
+    """Store the decisions of policies, from received events."""
+    connection.execute(decisions.insert(), [_decision_row(*each) for each in received])
+
+
+def _decision_row(identity: Identity, row: EventRow, event: DecisionMade) -> dict[str, Any]:
     decision = event.decision
-    values = _event_key(identity, row) | {
+    return _event_key(identity, row) | {
         "ledger_seq": decision.ledger_seq,
         "action": decision.action,
         "step": decision.step,
@@ -284,7 +297,6 @@ def _decision_made(
         "acted": decision.acted,
         "body": _encode(decision),
     }
-    connection.execute(decisions.insert().values(values))
 
 
 def _command_acknowledged(
@@ -305,25 +317,25 @@ def _command_acknowledged(
     )
 
 
-def _checkpoint_changed(
-    connection: Connection, identity: Identity, row: EventRow, event: CheckpointChanged
+def _checkpoints_changed(
+    connection: Connection, received: Iterable[_Received[CheckpointChanged]]
 ) -> None:
-    """Store the new state of a checkpoint, unless a later one is stored."""
-    key = {
-        "run_id": identity.run_id,
-        "checkpoint_id": remove_nul(event.checkpoint_id)[:255],
-        "place": event.where,
-    }
-    values = {
-        "step": event.checkpoint_step,
-        "attempt": row.attempt,
-        "state": event.state,
-        "num_bytes": event.num_bytes,
-        "detail": remove_nul(event.detail),
-        "time_unix_ns": row.time_unix_ns,
-    }
-    newer = checkpoints.c.time_unix_ns <= row.time_unix_ns
-    upsert(connection, checkpoints, key, values, where=newer)
+    """Store the new states of checkpoints, unless a later one is stored."""
+    rows = [
+        {
+            "run_id": identity.run_id,
+            "checkpoint_id": remove_nul(event.checkpoint_id)[:255],
+            "place": event.where,
+            "step": event.checkpoint_step,
+            "attempt": row.attempt,
+            "state": event.state,
+            "num_bytes": event.num_bytes,
+            "detail": remove_nul(event.detail),
+            "time_unix_ns": row.time_unix_ns,
+        }
+        for identity, row, event in received
+    ]
+    upsert(connection, checkpoints, *rows, newer_by="time_unix_ns")
 
 
 def _run_ended(connection: Connection, identity: Identity, row: EventRow, event: RunEnded) -> None:
@@ -365,13 +377,15 @@ _ALIVE = (
     .values(alive=bindparam("is_alive"))
 )
 
-_MEANINGS: dict[type, Callable[[Connection, Identity, EventRow, Any], None]] = {
+_BY_TYPE: dict[type, Callable[[Connection, Iterable[_Received[Any]]], None]] = {
+    NamesDefined: _names_defined,
+    FindingRaised: _findings_raised,
+    DecisionMade: _decisions_made,
+    CheckpointChanged: _checkpoints_changed,
+}
+_BY_EVENT: dict[type, Callable[[Connection, Identity, EventRow, Any], None]] = {
     RunStarted: _run_started,
     AttemptStarted: _attempt_started,
-    NamesDefined: _names_defined,
-    FindingRaised: _finding_raised,
-    DecisionMade: _decision_made,
     CommandAcknowledged: _command_acknowledged,
-    CheckpointChanged: _checkpoint_changed,
     RunEnded: _run_ended,
 }

@@ -291,16 +291,15 @@ class _StallReport(NamedTuple):
     event: RanksStill
 
 
-@dataclass(slots=True)
-class StallReports:
+class StallReports(msgspec.Struct):
     """Latest reports of the agents of one run about stalled ranks.
 
     The blocking rank is visible only if all nodes are. A job on one node is judged by its agent.
     """
 
-    _words: dict[str, _StallReport] = field(default_factory=dict)
+    _words: dict[str, _StallReport] = {}
     """By incarnation of an agent."""
-    _follower: HangFollower = field(default_factory=HangFollower)
+    _follower: HangFollower = msgspec.field(default_factory=HangFollower)
 
     def load_events(self, connection: Connection, run_id: str, now_ns: int) -> None:
         """Read the agents' reports on stalled ranks that arrived since the last poll."""
@@ -709,8 +708,7 @@ _LONGEST_PAUSE_SECONDS = 600.0
 rolled up although no detector has processed them. Retries continue."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveMonitorConfig:
+class LiveMonitorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of live monitoring."""
 
     rows_at_once: int = 50_000
@@ -721,7 +719,7 @@ class LiveMonitorConfig:
     """Interval of storing the state if there is no finding; later rows are read again."""
     save_bytes_a_second: int = 1 << 16
     """A large memory, of thousands of ranks, is stored so much less often."""
-    watch: FleetConfig = field(default_factory=FleetConfig)
+    watch: FleetConfig = msgspec.field(default_factory=FleetConfig)
     """Settings of the fleet detectors."""
 
 

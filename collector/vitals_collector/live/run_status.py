@@ -8,11 +8,11 @@ derive the state from the sources; ``now`` is passed in.
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from sqlalchemy import Connection, Row, Select, select
 
 from trainvitals.errors import UNREADABLE
@@ -25,8 +25,7 @@ _FINAL: tuple[RunState, ...] = ("halted", "failed", "interrupted", "finished")
 """Reported ends of a run, the most informative first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Liveness:
+class Liveness(msgspec.Struct, frozen=True, kw_only=True):
     """When a silent run counts as lost."""
 
     now_unix_ns: int
@@ -196,8 +195,7 @@ _MARGIN = 0.25
 limit: rows in transit when a node dies arrive a few seconds after those of the others."""
 
 
-@dataclass(frozen=True, slots=True)
-class AbsentParts:
+class AbsentParts(msgspec.Struct, frozen=True):
     """Lost or silent parts of a run."""
 
     ranks: tuple[int, ...] = ()
@@ -362,8 +360,7 @@ _MOST_NAMED = 8
 _decision = msgspec.msgpack.Decoder(Decision).decode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunStatus:
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """State of one run."""
 
     run_id: str

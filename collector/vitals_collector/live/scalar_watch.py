@@ -8,7 +8,6 @@ its step on, if its event is stored before these rows are judged.
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -83,8 +82,7 @@ class ScalarsRead(NamedTuple):
     num_rows: int
 
 
-@dataclass(slots=True)
-class ScalarWatch:
+class ScalarWatch(msgspec.Struct):
     """The scalars of one run and their detectors. Call ``read`` with each snapshot of the store."""
 
     run_id: str
@@ -94,14 +92,14 @@ class ScalarWatch:
     _detectors: PostTrainingDetectors | None = None
     _info: bytes | None = None
     """Stored information of a run that declared no kind."""
-    _read: dict[str, int] = field(default_factory=dict)
-    _names: dict[str, _Names] = field(default_factory=dict)
-    _waits: dict[str, int] = field(default_factory=dict)
+    _read: dict[str, int] = {}
+    _names: dict[str, _Names] = {}
+    _waits: dict[str, int] = {}
     """By incarnation: since when a row waits for its name."""
-    _changes: list[Key] = field(default_factory=list)
+    _changes: list[Key] = []
     """Announced changes that the detectors do not know yet."""
     _open: _OpenStep | None = None
-    _values: dict[str, float] = field(default_factory=dict)
+    _values: dict[str, float] = {}
     """Scalars of the open step."""
 
     @property

@@ -9,9 +9,9 @@ attempt may start at an earlier step.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -64,8 +64,7 @@ class RowWriters(NamedTuple):
     """The reader's number for each writer's stream."""
 
 
-@dataclass(frozen=True, slots=True)
-class WriterRows:
+class WriterRows(msgspec.Struct, frozen=True):
     """Decoded rows of any number of writers, each writer's in the order they were written."""
 
     origin: RowWriters
@@ -288,8 +287,7 @@ Writer = tuple[str, str]
 BEFORE_ALL: Key = (-(2**63), -(2**63))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeConfig:
+class MergeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long to wait for a rank."""
 
     patience_seconds: float = 20.0
@@ -300,8 +298,7 @@ class MergeConfig:
     """Steps that are held in any case, however many ranks there are."""
 
 
-@dataclass(slots=True)
-class _HeldRows:
+class _HeldRows(msgspec.Struct):
     """Rows that came together, and wait for others."""
 
     since_ns: int
@@ -310,8 +307,7 @@ class _HeldRows:
     """For rows of layers, the names of their numbers."""
 
 
-@dataclass(slots=True)
-class _LayerCadence:
+class _LayerCadence(msgspec.Struct):
     """Steps at which layers are written: not before ``last + gap`` again, as far as known."""
 
     attempt: int
@@ -377,15 +373,14 @@ def _is_after(keys: Ints, others: Ints) -> Mask:
     return after
 
 
-@dataclass(slots=True)
-class StepMerger:
+class StepMerger(msgspec.Struct):
     """Holds rows until their step is whole. Steps come out in order, each once.
 
     ``world_size`` is that of the latest start of rank 0; set it when that changes. Rows name their
     writers by the number from ``number_of``.
     """
 
-    config: MergeConfig = field(default_factory=MergeConfig)
+    config: MergeConfig = msgspec.field(default_factory=MergeConfig)
     world_size: int = 0
     merged: Key = BEFORE_ALL
     """The last key that came out."""
@@ -395,10 +390,10 @@ class StepMerger:
     """Rows that arrived after their step had been merged: they are ignored."""
     num_held: int = 0
     """Rows of ranks that wait."""
-    _held: list[_HeldRows] = field(default_factory=list)
-    _positions: _RankPositions = field(default_factory=_RankPositions)
-    _numbers: dict[Writer, int] = field(default_factory=dict)
-    _read: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    _held: list[_HeldRows] = []
+    _positions: _RankPositions = msgspec.field(default_factory=_RankPositions)
+    _numbers: dict[Writer, int] = {}
+    _read: Ints = msgspec.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """By a writer's number: the last of its rows that was added."""
     _cadence: _LayerCadence | None = None
     _awaits_layers: bool = False
@@ -618,10 +613,9 @@ class _PendingHostRow(NamedTuple):
     row: HostRow
 
 
-@dataclass(slots=True)
-class _NodeRows:
-    hosts: deque[_PendingHostRow] = field(default_factory=deque)
-    gpus: list[_PendingHostRow] = field(default_factory=list)
+class _NodeRows(msgspec.Struct):
+    hosts: deque[_PendingHostRow] = msgspec.field(default_factory=deque)
+    gpus: list[_PendingHostRow] = []
 
 
 class NodeMerger:

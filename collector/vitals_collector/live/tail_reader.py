@@ -11,10 +11,10 @@ once and in order.
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from sqlalchemy import Connection, Row, select
@@ -39,11 +39,10 @@ class CommittedRows(NamedTuple):
     """More was stored than this."""
 
 
-@dataclass(slots=True)
-class _BufferedRows:
+class _BufferedRows(msgspec.Struct):
     """Committed batches of a run that the fleet detectors have not processed."""
 
-    batches: deque[Batch] = field(default_factory=deque)
+    batches: deque[Batch] = msgspec.field(default_factory=deque)
     num_bytes: int = 0
     has_more: bool = False
 
@@ -118,8 +117,7 @@ _LEAST_WINDOW = 128
 """Rows of a writer that are read at once: a stored page may hold hundreds."""
 
 
-@dataclass(slots=True, eq=False)
-class StreamProgress:
+class StreamProgress(msgspec.Struct, eq=False):
     """One writer's stream, its read position, and the last number known to be stored."""
 
     writer: Writer
@@ -160,12 +158,11 @@ class RowBlock(NamedTuple):
             first += num
 
 
-@dataclass(slots=True)
-class _OpenBlock:
+class _OpenBlock(msgspec.Struct):
     schema: Schema
-    streams: list[StreamProgress] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    raws: list[bytes] = field(default_factory=list)
+    streams: list[StreamProgress] = []
+    counts: list[int] = []
+    raws: list[bytes] = []
 
 
 class _RowBlockBuilder:

@@ -6,7 +6,6 @@ stored rows in order, from well before the step, like a live run.
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -50,8 +49,7 @@ _MAX_TOLD = 3
 _expected = msgspec.msgpack.Decoder(ChangeExpected).decode
 
 
-@dataclass(frozen=True, slots=True)
-class Precursor:
+class Precursor(msgspec.Struct, frozen=True):
     """Origin of an incident."""
 
     onset: Onset | None = None

@@ -1,7 +1,5 @@
 """Measurements around an incident: the first change, and the state of the GPUs."""
 
-from dataclasses import dataclass
-
 import msgspec
 import numpy as np
 
@@ -38,8 +36,7 @@ _MIN_SCORE = 6.0
 _MAX_TOLD = 8
 
 
-@dataclass(frozen=True, slots=True)
-class IncidentEvidence:
+class IncidentEvidence(msgspec.Struct, frozen=True):
     """Measurements around one incident."""
 
     is_gathered: bool = False

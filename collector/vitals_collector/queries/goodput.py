@@ -5,7 +5,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -413,8 +412,7 @@ MAX_KEPT = 256
 """Maximum number of runs in the cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class _CachedGoodput:
+class _CachedGoodput(msgspec.Struct, frozen=True):
     """A run's goodput in the cache, and when to read it again."""
 
     view: GoodputView

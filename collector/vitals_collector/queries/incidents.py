@@ -1,11 +1,11 @@
 """Incidents: related records (``grouping``), with their evidence and their text (``story``)."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from sqlalchemy import Connection, Row, select
 
 from trainvitals import alerting, views
@@ -75,8 +75,7 @@ class IncidentEvent(NamedTuple):
     """Code of the incident that the event starts; "" if it only belongs to others."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunRecords:
+class RunRecords(msgspec.Struct, frozen=True):
     """All records of a run that may be part of an incident."""
 
     findings: tuple[views.FindingView, ...]
@@ -88,7 +87,7 @@ class RunRecords:
     data: tuple[tuple[int, views.StepData], ...]
     """Samples of bad steps, with the step."""
     loss_kind: str = "minimize"
-    decided: dict[int, set[str]] = field(default_factory=dict)
+    decided: dict[int, set[str]] = {}
     """Actions decided, by the step they are about."""
     restarts: tuple[Restart, ...] = ()
     """Restarts that lost steps."""
@@ -116,10 +115,10 @@ def run_verdict(of_run: "RunIncidents") -> views.RunVerdict:
     """Query the verdict on a run's worst open incident, otherwise on one with actions."""
     run, listed = of_run.run, list_incidents(of_run)
     if not listed.incidents:
-        return msgspec.structs.replace(listed, verdict=of_healthy(run))
+        return replace(listed, verdict=of_healthy(run))
     bundle = max(of_run.bundles, key=of_run.gravity)
     first = precursor(of_run.moment, run.run_id, bundle.attempt, bundle.onset, bundle.cause)
-    return msgspec.structs.replace(listed, verdict=of_run.verdict(bundle, first, is_whole=True))
+    return replace(listed, verdict=of_run.verdict(bundle, first, is_whole=True))
 
 
 def list_incidents(of_run: "RunIncidents") -> views.RunVerdict:
@@ -468,8 +467,7 @@ def _attach_alerts(
 # ------------------------------------------------------------------------------- presentation
 
 
-@dataclass(frozen=True, slots=True)
-class RunIncidents:
+class RunIncidents(msgspec.Struct, frozen=True):
     """Incidents of a run, and the data of their texts."""
 
     moment: ReadSnapshot
@@ -481,7 +479,7 @@ class RunIncidents:
     run_dir: Path | None
     holding: frozenset[tuple[str, str, int, int]] = frozenset()
     """Findings whose condition still holds."""
-    by_cause: dict[str, tuple[Sequence[str], int]] = field(default_factory=dict)
+    by_cause: dict[str, tuple[Sequence[str], int]] = {}
 
     def severity(self, bundle: story.IncidentParts) -> Severity:
         """Return the highest severity of its parts."""
@@ -649,7 +647,7 @@ def _incident_view(
         if of_run.run_dir is not None and evidence.view is not None:
             view = with_kept_samples(evidence.view, of_run.run_dir)
             data = tuple(each for each in view.data if each.attempt == bundle.attempt)
-            evidence = replace(evidence, view=msgspec.structs.replace(view, data=data))
+            evidence = replace(evidence, view=replace(view, data=data))
     judgement = of_run.verdict(bundle, evidence.precursor, is_whole=is_whole)
     is_open = of_run.is_open(bundle)
     return views.IncidentView(

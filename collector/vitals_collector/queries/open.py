@@ -2,9 +2,10 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
+
+import msgspec
 
 from trainvitals.clock import SystemClock
 from trainvitals.io.client import open_collector_client
@@ -23,17 +24,16 @@ class Reader(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedReader:
+class OpenedReader(msgspec.Struct, frozen=True):
     """A reader, and a function that makes new data visible to it."""
 
     reader: Reader
     refresh: Callable[[], object]
     folder: Path | None = None
     """Directory that is read; None: a collector is queried."""
-    unreadable: Mapping[str, str] = field(default_factory=dict)
+    unreadable: Mapping[str, str] = {}
     """Runs of the directory that cannot be read completely, with the reasons."""
-    unjudged: Mapping[str, str] = field(default_factory=dict)
+    unjudged: Mapping[str, str] = {}
     """Runs whose findings are not complete yet, with how far they are judged."""
 
 

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
+
+import msgspec
 
 from trainvitals import views
 from trainvitals.detect.fleet.node import THROTTLES
@@ -34,8 +35,7 @@ MAX_TOLD = 6
 """Maximum number of items of one kind in a paragraph; further ones are counted."""
 
 
-@dataclass(slots=True, kw_only=True)
-class IncidentParts:
+class IncidentParts(msgspec.Struct, kw_only=True):
     """One incident and its records."""
 
     name: str
@@ -56,11 +56,11 @@ class IncidentParts:
     """Events that start an incident themselves, the root first."""
     restarts: list[Restart]
     """Restarts after it that lost steps."""
-    events: list[views.EventView] = field(default_factory=list)
+    events: list[views.EventView] = []
     """The errors, and the events near them, by time."""
-    ends: list[views.EventView] = field(default_factory=list)
+    ends: list[views.EventView] = []
     """Those near them about the end of the run or of a wait, by time."""
-    data: list[tuple[int, views.StepData]] = field(default_factory=list)
+    data: list[tuple[int, views.StepData]] = []
     """Samples of its steps, with the step."""
 
 

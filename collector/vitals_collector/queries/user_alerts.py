@@ -1,15 +1,15 @@
 """Custom alerts for display: the start and the end of each. Pure."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+
+import msgspec
 
 from trainvitals.detect.user_alerts import RENEW_STEPS
 from trainvitals.records import Finding
 from trainvitals.units import name_ranks
 
 
-@dataclass(slots=True)
-class UserAlertEpisode:
+class UserAlertEpisode(msgspec.Struct):
     """One alert from its start to its latest repetition."""
 
     newest: Finding
@@ -18,7 +18,7 @@ class UserAlertEpisode:
     first: int
     """Step at which it was raised."""
     last: int
-    ranks: set[int] = field(default_factory=set)
+    ranks: set[int] = msgspec.field(default_factory=set)
 
     def extend(self, finding: Finding) -> None:
         """Add to the episode, shown in responses as one alert, a repetition or another rank."""

@@ -7,9 +7,9 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 
+import msgspec
 from msgspec.structs import replace
 
 from trainvitals import views
@@ -58,8 +58,7 @@ _ENDED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Precedent:
+class Precedent(msgspec.Struct, frozen=True):
     """Earlier incidents of the same cause."""
 
     steps: Sequence[int] = ()
@@ -70,8 +69,7 @@ class Precedent:
     """Number of other runs searched."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerdictFacts:
+class VerdictFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Input of a verdict."""
 
     run: views.RunSummary
@@ -83,7 +81,7 @@ class VerdictFacts:
     is_open: bool = False
     is_lasting: bool = False
     """Whether the condition of a finding still held at the last step."""
-    lost: views.LostWork = field(default_factory=views.LostWork)
+    lost: views.LostWork = msgspec.field(default_factory=views.LostWork)
     late_seconds: float = 0.0
     """Time that the other ranks waited for a straggler."""
     precursor: str | None = None
@@ -91,7 +89,7 @@ class VerdictFacts:
     or unknown."""
     blamed_rank: int = -1
     """Rank whose data or gradients changed first; -1: none, or there is only one."""
-    precedent: Precedent = field(default_factory=Precedent)
+    precedent: Precedent = msgspec.field(default_factory=Precedent)
     capsule_step: int = -1
     """Its first step with a repro capsule; -1: none."""
     played: str = ""
@@ -103,8 +101,7 @@ class VerdictFacts:
         return [*self.incident.errors, *self.incident.ends]
 
 
-@dataclass(frozen=True, slots=True)
-class _Hang:
+class _Hang(msgspec.Struct, frozen=True):
     """A hang that lasts."""
 
     step: int
@@ -238,8 +235,7 @@ def verdict_cause_line(facts: VerdictFacts) -> str:
     return " ".join(parts)
 
 
-@dataclass(slots=True)
-class _CauseRecords:
+class _CauseRecords(msgspec.Struct):
     """Records of one cause."""
 
     name: str

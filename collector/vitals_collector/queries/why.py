@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from trainvitals import records, views
@@ -52,8 +52,7 @@ FOLLOWING = 8
 """Number of later steps whose losses show the outcome of a step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepFacts:
+class StepFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the explanation of a step needs."""
 
     run: views.RunSummary

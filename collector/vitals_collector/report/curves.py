@@ -5,7 +5,8 @@ The layout is also computed here: minimum and maximum of each column, and the ax
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from trainvitals.detect.posttraining.charts import quantity_charts
 from trainvitals.errors import UsageError
@@ -25,8 +26,7 @@ LOG_FROM = 20.0
 """Ratio of maximum to minimum from which an axis is logarithmic."""
 
 
-@dataclass(slots=True)
-class PlotColumn:
+class PlotColumn(msgspec.Struct):
     """Values of one column of a plot."""
 
     low: float = math.inf
@@ -110,8 +110,7 @@ KINDS = {
 """Kinds of marks, the most severe first: their letter and their label."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CurveMark:
+class CurveMark(msgspec.Struct, frozen=True, kw_only=True):
     """A decision about a step."""
 
     step: int
@@ -119,8 +118,7 @@ class CurveMark:
     words: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlottedCurve:
+class PlottedCurve(msgspec.Struct, frozen=True, kw_only=True):
     """One metric over a range of steps, with its limit and the discarded steps."""
 
     name: str

@@ -17,7 +17,7 @@ import numpy as np
 from sqlalchemy import Connection, select
 
 from trainvitals.catalog import TURN_METRICS
-from trainvitals.detect import Limits
+from trainvitals.detect.outliers import Limits
 from trainvitals.errors import UsageError
 from trainvitals.judged_log import JudgedStep, export_judged_steps
 from trainvitals.policy import (

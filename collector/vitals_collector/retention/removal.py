@@ -137,8 +137,8 @@ def _hide_run(
             connection.execute(delete(table).where(table.c.run_id == run_id))
     delete_watch_progress(connection, run_id)
     delete_reports(connection, [run_id])
-    values = {"forgotten_unix_ns": now_unix_ns, "is_gone": False}
-    upsert(connection, forgotten, {"run_id": run_id}, values)
+    row = {"run_id": run_id, "forgotten_unix_ns": now_unix_ns, "is_gone": False}
+    upsert(connection, forgotten, row)
     detail = f"{reason}: {deleted.name!r}, {deleted.num_bytes} bytes"
     write_audit(connection, now_unix_ns, by, "delete", f"run/{run_id}", detail)
 

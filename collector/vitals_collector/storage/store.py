@@ -11,15 +11,14 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
+import msgspec
 import sqlalchemy
 from sqlalchemy import (
-    ColumnElement,
     Connection,
     Engine,
     Table,
@@ -92,8 +91,7 @@ RemovalReason = Literal["asked", "age"]
 REMOVAL_REASONS: tuple[str, ...] = get_args(RemovalReason)
 
 
-@dataclass(slots=True)
-class IngestCounters:
+class IngestCounters(msgspec.Struct):
     """What came in, and what failed, since this process started; read by ``/metrics``."""
 
     num_rows: int = 0
@@ -101,26 +99,26 @@ class IngestCounters:
     num_lost: int = 0
     num_damaged: int = 0
     """Damaged ranges and states of spools that were skipped."""
-    rejected: dict[str, int] = field(default_factory=dict)
+    rejected: dict[str, int] = {}
     """Refused batches by error code."""
-    refused: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, int] = {}
     """Requests refused for want of a right, by error code."""
     num_deferred: int = 0
     """Bodies sent away because there was no room, to come back later."""
-    thinned: dict[tuple[str, str], int] = field(default_factory=dict)
+    thinned: dict[tuple[str, str], int] = {}
     """Rows taken away, by stream and reason."""
     num_forgotten: int = 0
     """Rows that came of runs which were removed."""
-    removed_runs: dict[str, int] = field(default_factory=dict)
+    removed_runs: dict[str, int] = {}
     """Runs removed, by reason."""
     over_cap: dict[str, str] | None = None
     """Runs that exceed their cap with nothing left to delete, with a message each; None before all
     runs were checked."""
-    failures: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, int] = {}
     """Errors that one part of the collector kept from the others, by part."""
-    remote_writes: dict[str, int] = field(default_factory=dict)
+    remote_writes: dict[str, int] = {}
     """Pushes of run metrics by outcome; empty where none are pushed."""
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
     """Held by whoever counts."""
 
     def reject(self, code: str) -> None:
@@ -210,8 +208,7 @@ class IngestUptime:
                 self._storing.pop(threading.get_ident(), None)
 
 
-@dataclass(slots=True)
-class StreamOffset:
+class StreamOffset(msgspec.Struct):
     """Last stored row of one stream."""
 
     key: StreamKey
@@ -670,14 +667,22 @@ def ensure_data_dir(data: Path) -> Path:
 def upsert(
     connection: Connection,
     table: Table,
-    key: Mapping[str, Any],
-    values: Mapping[str, Any],
-    where: ColumnElement[bool] | None = None,
+    *rows: Mapping[str, Any],
+    newer_by: str = "",
 ) -> None:
-    """Insert the row with this key, or write the values over it if ``where`` holds for it."""
-    statement = insert(connection, table).values({**key, **values})
+    """Insert rows with the same columns, or write them over those with the same primary keys.
+
+    A row with a greater value in the column ``newer_by`` is not written over.
+    """
+    if not rows:
+        return
+    statement = insert(connection, table)
+    new = statement.excluded
+    where = table.c[newer_by] <= new[newer_by] if newer_by else None
+    key = table.primary_key.columns.keys()
+    values = {name: new[name] for name in rows[0] if name not in key}
     connection.execute(
-        statement.on_conflict_do_update(index_elements=list(key), set_=dict(values), where=where)
+        statement.on_conflict_do_update(index_elements=key, set_=values, where=where), rows
     )
 
 
@@ -689,13 +694,8 @@ def load_state(connection: Connection, name: str) -> bytes | None:
 
 def save_states(connection: Connection, bodies: Mapping[str, bytes]) -> None:
     """Write bodies of ``engine_state`` by name, in the order of names to avoid deadlocks."""
-    if bodies:
-        statement = insert(connection, engine_state)
-        new = {"body": statement.excluded.body}
-        connection.execute(
-            statement.on_conflict_do_update(index_elements=["name"], set_=new),
-            [{"name": name, "body": body} for name, body in sorted(bodies.items())],
-        )
+    rows = [{"name": name, "body": body} for name, body in sorted(bodies.items())]
+    upsert(connection, engine_state, *rows)
 
 
 def write_audit(

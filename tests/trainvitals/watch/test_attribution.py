@@ -1,6 +1,5 @@
 """What moved first: each series against its own quiet steps."""
 
-import dataclasses
 import math
 from copy import deepcopy
 from functools import cache
@@ -281,7 +280,7 @@ def test_weights_among_bad_batches_are_an_onset_also_if_the_step_before_had_no_l
     def damage(step, age):
         step = _bad_batches(step, age, _without_h2(1e6))
         if age == 1:
-            return dataclasses.replace(step, layers={})
+            return msgspec.structs.replace(step, layers={})
         return change(step, run={"grad_norm": 1e7}) if age >= 2 else step
 
     apart = [(each.step, each.where) for each in seen(damage).onsets if each.is_apart]
@@ -431,7 +430,7 @@ def test_bad_data_of_a_run_of_one_rank_are_those_of_rank_0(has_written_ratios: b
     for number in range(BAD + 25):
         step = healthy(number) if has_written_ratios else bare(healthy(number))
         losses = [9.0 if BAD <= number < BAD + 5 else step.ranks["rank_loss"][0]]
-        tracker.update(dataclasses.replace(step, ranks={"rank_loss": losses}))
+        tracker.update(msgspec.structs.replace(step, ranks={"rank_loss": losses}))
     assert (BAD, "data", "rank:0", "loss") == named(tracker)
 
 

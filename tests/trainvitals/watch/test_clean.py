@@ -3,9 +3,9 @@
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from tests.support.examples import one_in
 from tests.trainvitals.watch.worlds import (

@@ -1,8 +1,7 @@
 """Nodes, what does not come in time, settings, and merged steps as text."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from tests.trainvitals.watch.worlds import SECOND, healthy_run, slower
 from trainvitals.detect.fleet import FleetDetectors

@@ -1,8 +1,7 @@
 """What each watcher says, as timelines."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from tests.trainvitals.watch.worlds import GIB, memory_watcher
 from trainvitals.detect.fleet import FleetDetectors

@@ -6,8 +6,9 @@ makes the same. Nothing here decides: actions are judged in the job, only on ``S
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import ClassVar
+
+import msgspec
 
 from trainvitals.detect.reporter import Reporter
 from trainvitals.records import Finding
@@ -16,8 +17,7 @@ from trainvitals.stateful import StatefulRow, StateKey, state_row
 Value = float | int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergedStep:
+class MergedStep(msgspec.Struct, frozen=True, kw_only=True):
     """One step: rank 0's columns, each rank's own, and the layers' if they were written.
 
     Columns have the names of ``trainvitals.catalog``. A missing one is absent or None, never 0.
@@ -26,23 +26,22 @@ class MergedStep:
     step: int
     attempt: int
     time_unix_ns: int
-    run: Mapping[str, Value] = field(default_factory=dict)
+    run: Mapping[str, Value] = {}
     """Columns that rank 0 writes for all: ``loss``, ``learning_rate``, ``loss_scale``..."""
-    ranks: Mapping[str, Sequence[Value]] = field(default_factory=dict)
+    ranks: Mapping[str, Sequence[Value]] = {}
     """Columns of each rank, by rank: ``step_duration_seconds``, ``rank_loss``..."""
-    layers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    layers: Mapping[str, Mapping[str, float]] = {}
     """Columns of the layers, by layer: ``grad_norm``, ``update_norm``, ``activation_max``..."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSample:
+class NodeSample(msgspec.Struct, frozen=True, kw_only=True):
     """One sample of a node's GPUs by its agent."""
 
     node: str
     time_unix_ns: int
     step: int
     """The latest known step of the run at that time."""
-    gpus: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
+    gpus: Mapping[str, Mapping[str, Value]] = {}
     """Columns of every GPU, by its UUID."""
 
 

@@ -7,8 +7,9 @@ where the same value is healthy, so the kind is never guessed from them.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+import msgspec
 
 from trainvitals.detect.outliers import LossKind
 
@@ -21,8 +22,7 @@ COLLAPSES = ("policy_collapse", "kl_runaway")
 equal rewards, the weights are as good as before."""
 
 
-@dataclass(frozen=True, slots=True)
-class TaskSpec:
+class TaskSpec(msgspec.Struct, frozen=True):
     """Properties of one kind of run."""
 
     loss_kind: LossKind

@@ -1,8 +1,7 @@
 """Time buckets of a third-party log, as far as it contains them."""
 
-from dataclasses import replace
-
 import numpy as np
+from msgspec.structs import replace
 
 from trainvitals.errors import UsageError
 from trainvitals.goodput import BUCKETS, EndedSteps, Floats, Goodput, Ints, Launch, Mask, goodput
