@@ -60,12 +60,12 @@ _SUDDEN = 3
 """Consecutive values that show a sudden loss."""
 _SUDDEN_SIGMAS = 4.0
 """Smallest loss of each of these, in standard deviations of a value."""
-_LOW_VALUES = 12
+_LOW_VALUES = 8
 """Rewards of a policy with little entropy that show whether it gained."""
 _FEW = 30
 """Rewards before: if the entropy was lost in as many, a success is larger than the noise."""
-_GAINED = 1.5
-"""Standard errors of a gain that rule out that there is none."""
+_GAINED = 2.5
+"""Standard errors of a rise of the reward that may be a gain."""
 _MAX_MILESTONES = 16
 _NUM_OF_TREND = 6
 """Numbers in the state of a trend."""
@@ -296,22 +296,20 @@ class RewardCourse(ValueCourse):
     def is_without_gain(self, num_before: int) -> bool:
         """Return whether a policy with little entropy gained no reward.
 
+        A gain may come before the entropy is low: the rewards before and after each moment until
+        then are compared.
+
         Args:
             num_before: rewards from before the entropy was low. With more than a few, a slow gain
                 may be smaller than the noise.
         """
-        before, after = list(self._values)[:num_before], list(self._values)[num_before:]
-        is_early = _SHORT <= num_before <= _FEW and self.num == len(self._values)
-        if not is_early or len(after) < _LOW_VALUES or self._is_at_bound:
+        values, noise = list(self._values), self.noise
+        is_early = _SHORT <= num_before <= _FEW and self.num == len(values)
+        if not is_early or len(values) < num_before + _LOW_VALUES or self._is_at_bound:
             return False
-        means = [sum(part) / len(part) for part in (before, after)]
-        square = sum(
-            (value - mean) * (value - mean)
-            for part, mean in zip((before, after), means, strict=True)
-            for value in part
+        return not any(
+            _has_gained(values[:num], values[num:], noise) for num in range(_FIRST, num_before + 1)
         )
-        error = math.sqrt(square / (len(self._values) - 2) * (1.0 / len(before) + 1.0 / len(after)))
-        return means[1] - means[0] < _GAINED * error
 
     def describe(self) -> str:
         """Describe the course of the reward for a finding: now, at first or at its best."""
@@ -321,6 +319,26 @@ class RewardCourse(ValueCourse):
             return f"the reward is {level:.3g}, and its first values were {self.first:.3g}"
         level = upper_median(self._latest) if is_sudden else level
         return f"the reward is {level:.3g}, and was {best:.3g} at its best"
+
+
+def _has_gained(before: Sequence[float], after: Sequence[float], noise: float) -> bool:
+    """Return whether the mean reward rose by more than its noise may.
+
+    Args:
+        before: rewards of the first part.
+        after: those of the second part.
+        noise: their deviation from the changes of neighbors, which a rise within a part affects
+            little. Slow noise is larger: then a gain is not ruled out.
+    """
+    means = [sum(part) / len(part) for part in (before, after)]
+    square = sum(
+        (value - mean) * (value - mean)
+        for part, mean in zip((before, after), means, strict=True)
+        for value in part
+    )
+    sigma = min(math.sqrt(square / (len(before) + len(after) - 2)), noise)
+    error = sigma * math.sqrt(1.0 / len(before) + 1.0 / len(after))
+    return means[1] - means[0] >= _GAINED * error
 
 
 def drift_variance(values: Collection[float], fast: float) -> float:

@@ -37,7 +37,7 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
 
     The entropy is below a tenth of its highest level, and the reward was lost or did not rise in
     100 values or more, or completions began to run into the length limit. If the entropy became so
-    low within 30 values, 12 more without a gain of reward are enough: a success as fast as this is
+    low within 30 values, 8 more without a gain of reward are enough: a success as fast as this is
     larger than the noise. Without a reward or a share of cut completions it abstains. A reward that
     is at least 0.9 of 1, or whose highest values are cut off or recur, may be solved from the
     start: it is not called flat.
