@@ -77,6 +77,8 @@ _HEALED = 5
 _STILL = 10
 """Steps after which an ended episode is not the cause: clean steps follow it. Lasting changes, such
 as a setting or written weights, count for ``WINDOW`` steps."""
+_LEAST_APART = 2
+"""Steps of each of two data problems in which only one is seen, to separate them."""
 _WRITTEN = 1e-9
 """Relative change from which a tensor was written. Untouched tensors have exactly 0."""
 _RENEWED = 16
@@ -394,6 +396,8 @@ DAMAGED_WEIGHT = "largest_weight"
 RESET_MOMENTS = "second_moments"
 """Series of an onset whose layer has second moments far below its gradients, read after a finding.
 Rows of ``moment_written_ratio`` without ``weight_written_ratio``, which a signal has as well."""
+_HIGH_LOSSES = (("losses", "loss"), ("data", "rank_loss"))
+"""Subject and series of the onsets of a finite loss whose end shows more about them."""
 _STATE_SERIES = frozenset(
     {
         "weight_written_ratio",
@@ -410,6 +414,31 @@ _WRITES: tuple[tuple[str, float, Subject], ...] = (
 
 _Looked = tuple[_SeriesReference, float, bool] | tuple[_SeriesArrayReference, Floats, bool]
 """Checked series, its values, and whether it concerns speed; added at the end of the step."""
+
+
+class _LossByRank(NamedTuple):
+    """The ranks whose losses are out in a step, each with value, usual value and sigmas."""
+
+    step: int
+    rank: int
+    """The one rank whose loss left its distance from the others; -1: none."""
+    of_rank: tuple[float, float, float]
+    of_others: tuple[float, float, float]
+
+    @property
+    def is_of_others(self) -> bool:
+        """Return whether the loss of the other ranks left its own range."""
+        return self.of_others[2] > 0.0
+
+
+class _LowShare(NamedTuple):
+    """A layer whose share of the gradients is too low, in each step that has rows of layers."""
+
+    layer: int
+    since: int
+    """First step with it, or before it, in which the total gradient norm was out."""
+    is_second: bool
+    """Whether the gradients jumped then, while the loss had been high before."""
 
 
 class _LayerColumns:
@@ -555,6 +584,9 @@ class OnsetTracker:
         self._total = math.nan
         """Logarithm of the gradient norm in the step before."""
         self._gradients_moved = self._has_share_moved = False
+        self._norm_out_since: int | None = None
+        """First step, since the last normal rows of layers, whose gradient norm is out."""
+        self._low_share: _LowShare | None = None
         self._loss_height: tuple[float, bool] | None = None
         """Distance of the step's loss from its middle, and whether it is out."""
         self._high_loss: Onset | None = None
@@ -565,6 +597,13 @@ class OnsetTracker:
         """Height of that loss above the middle, when the row began."""
         self._loss_bad: list[float] = []
         self._loss_after: list[float] = []
+        self._was_loss_high = False
+        """Whether the loss of the step before is out."""
+        self._loss_by_rank: _LossByRank | None = None
+        self._bad_by_rank: list[_LossByRank] = []
+        """The ranks in each step of ``_loss_bad``."""
+        self._reset: _SeriesOutlier | None = None
+        """Optimizer state that was found reset during that loss."""
         self._key = (0, -1)
         self._lost_since: int | None = None
         """First of the skipped steps in a row whose loss or gradient was non-finite or huge."""
@@ -594,10 +633,14 @@ class OnsetTracker:
         follows = (merged.attempt, merged.step - 1) == before
         if not follows and before[1] >= 0:  # a rollback or restart: no difference to the last step
             self._applied, self._total, self._num_high = None, math.nan, 0
+            self._norm_out_since = self._low_share = None
         self._out, self._looked = [], []
         out, looked = self._out, self._looked
         self._find_setting_changes(merged)
+        self._was_loss_high = self._loss_height is not None and self._loss_height[1]
         lossy, zeds = self._judge_losses(merged)
+        if zeds and self._norm_out_since is None:
+            self._norm_out_since = merged.step
         norm = merged.run.get("grad_norm")
         is_lost = any(each.series == "loss" and each.value is None for each in out)
         is_lost |= norm is not None and not norm <= HUGE_WEIGHT
@@ -656,10 +699,10 @@ class OnsetTracker:
         """
         onset, last = self._numbers.onset, self._loss_height
         if onset is None or not (onset.is_nonfinite or onset.is_lasting or onset.is_apart):
-            is_loss = onset is not None and (onset.subject, onset.series) == ("losses", "loss")
+            is_loss = onset is not None and (onset.subject, onset.series) in _HIGH_LOSSES
             self._high_loss = onset if is_loss else None
         if self._high_loss is None:
-            self._loss_bad, self._loss_after = [], []
+            self._loss_bad, self._loss_after, self._bad_by_rank, self._reset = [], [], [], None
             return
         if last is None:  # a NaN has its own onset
             return
@@ -668,17 +711,31 @@ class OnsetTracker:
         if is_out:
             self._loss_bad += self._loss_after
             self._loss_after = []
+            if self._loss_by_rank is not None and len(self._bad_by_rank) < _LONGEST_BATCHES:
+                self._bad_by_rank.append(self._loss_by_rank)
         bad, after = self._loss_bad[-_LONGEST_BATCHES:], self._loss_after
         if len(after) != _HEALED or not bad or len(bad) < len(self._loss_bad):
             return
         height, peak = math.fsum(bad) / len(bad), max(bad)
         is_back = after[0] < bad[-1] / 3 and math.fsum(after) < len(after) * height / 8
         if height >= peak / 3 and is_back:
-            where = "rank:0" if len(merged.ranks.get("rank_loss", ())) == 1 else ""
-            from_data = msgspec.structs.replace(self._high_loss, subject="data", where=where)
+            is_of_one = len(merged.ranks.get("rank_loss", ())) == 1
+            self._name_data(onset, self._high_loss, "rank:0" if is_of_one else "")
+
+    def _name_data(self, onset: Onset | None, high: Onset, where: str) -> None:
+        """Name the data of these ranks as the first change of a high loss, and second problems."""
+        if high.subject == "losses":
+            from_data = msgspec.structs.replace(high, subject="data", where=where)
+            if self._reset is not None:
+                following = _merge_following_series(from_data, [self._reset])
+                from_data = msgspec.structs.replace(from_data, next=following)
             self._onsets[from_data.attempt, from_data.step, False] = from_data
-            if onset == self._high_loss:
+            if onset == high:
                 self._numbers.onset = from_data
+        second = _find_second_data(self._bad_by_rank)
+        if second is not None and second.step > high.step:
+            onset = _build_onset(high.attempt, second, [], high.last_step, is_old=False)
+            self._onsets[high.attempt, second.step, False] = onset
 
     def _update_episode(
         self, episode: _OnsetEpisode, attempt: int, out: Sequence[_SeriesOutlier], *, is_old: bool
@@ -750,6 +807,7 @@ class OnsetTracker:
         losses, ranks = finite(finite_losses)
         lossy = len(ranks) < len(finite_losses)
         self._loss_height, num_high, self._num_high = None, self._num_high, 0
+        self._loss_by_rank = None
         if lossy:
             bad = [rank for rank, value in enumerate(finite_losses) if number(value) is None]
             where = f"rank:{bad[0]}" if len(bad) == 1 < len(finite_losses) else ""
@@ -785,10 +843,14 @@ class OnsetTracker:
             top = max(range(len(zeds)), key=zeds.__getitem__)
             second = max((z for rank, z in enumerate(zeds) if rank != top), default=0.0)
             # If the others' loss is out as well, the data of one rank are not the problem.
-            common, _ = self._check_series("others", others[top])
-            if zeds[top] > SIGMAS and second < zeds[top] / 2 and common <= SIGMAS / 2:
-                numbers = (losses[top], others[top], zeds[top])
+            common, usual = self._check_series("others", others[top])
+            numbers = (losses[top], others[top], zeds[top])
+            is_of_one = zeds[top] > SIGMAS and second < zeds[top] / 2
+            if is_of_one and common <= SIGMAS / 2:
                 self._add_outlier(9, "data", f"rank:{top}", "rank_loss", *numbers)
+            of_others = (others[top], usual, common)
+            rank = top if is_of_one else -1
+            self._loss_by_rank = _LossByRank(self._key[1], rank, numbers, of_others)
             lossy |= zeds[top] > SIGMAS / 2
         return lossy
 
@@ -887,6 +949,7 @@ class OnsetTracker:
                 back = min(self._key[1] - onset.step, LAG) if onset and is_effect else 0
                 numbers = (self._names[at], RESET_MOMENTS, float(written[at]))
                 self._add_outlier(order, subject, *numbers, steps_back=back)
+                self._reset = self._out[-1]._replace(step=self._key[1])
             elif is_out.any():
                 at = int(np.argmax(written))
                 is_of_all = order == 3 and int(is_out.sum()) > max(1, len(written) // 2)
@@ -1022,16 +1085,19 @@ class OnsetTracker:
         is_first = not self._has_share_moved
         self._has_share_moved = bool(moved.any())
         if not moved.any():
+            self._norm_out_since = self._low_share = None
             return
         shift = np.where(moved, shares - middle[: len(norms)], 0.0)
         low, high = int(np.argmin(shift)), int(np.argmax(shift))
+        since, is_second = self._date_low_share(low, norms)
         rest = np.delete(away, low)[np.isfinite(np.delete(away, low))]
         common = float(np.median(rest)) if len(rest) else 0.0
         is_alone = common > _SHIFT and rest.min() > common / 2 > abs(away[low])
         is_apart = is_first and (is_next or is_alone) and self._is_apart(low, rises)
         if moved[low] and (is_alone or is_apart):
-            numbers = (math.exp(common), 1.0, float(abs(z[low])))
-            self._add_layer(4.5, low, INFERRED_WEIGHTS, *numbers, is_apart=is_apart)
+            numbers = (self._names[low], INFERRED_WEIGHTS, math.exp(common), 1.0, float(abs(z[low])))
+            back, is_apart = self._key[1] - since, is_apart or is_second
+            self._add_outlier(4.5, "layer", *numbers, steps_back=back, is_apart=is_apart)
             return
         is_apart = is_first and is_next and self._is_apart(high, rises)
         has_risen = moved.sum() == 1 and z[high] > SIGMAS and away[high] > _SHIFT
@@ -1039,6 +1105,18 @@ class OnsetTracker:
             usual = float(math.exp(math.log(norms[high]) - away[high]))
             numbers = (float(norms[high]), usual, float(z[high]))
             self._add_layer(13, high, "grad_norm", *numbers, is_apart=is_apart)
+
+    def _date_low_share(self, layer: int, norms: Floats) -> tuple[int, bool]:
+        """Return the first step of a layer's low share, and whether a high loss came before it.
+
+        Layers are written every 10th step; the total gradient norm shows the steps between.
+        """
+        if self._low_share is None or self._low_share.layer != layer:
+            step, since = self._key[1], self._norm_out_since
+            rise = math.log(np.linalg.norm(norms[np.isfinite(norms)])) - self._total
+            is_second = self._was_loss_high and since in (None, step) and rise > _JUMP
+            self._low_share = _LowShare(layer, step if since is None else since, is_second)
+        return self._low_share.since, self._low_share.is_second
 
     def _is_apart(self, at: int, rises: Floats) -> bool:
         """Return whether a layer's gradient shows a second problem during a high loss.
@@ -1074,6 +1152,32 @@ class OnsetTracker:
         subject: Subject = "optimizer" if is_of_few else "lr"
         where = self._names[at] if is_of_few else ""
         self._add_outlier(14, subject, where, "update_norm", *numbers, steps_back=1)
+
+
+def _find_second_data(steps: Sequence[_LossByRank]) -> _SeriesOutlier | None:
+    """Return the second of two data problems of a high loss that ended at once; None for one.
+
+    One is of one rank, the other of all ranks. Both may last, but each is seen without the other:
+    the first at the beginning, the second at the beginning or at the end.
+    """
+    alone = [each.rank if not each.is_of_others else -1 for each in steps]
+    first, last = alone[:_LEAST_APART], alone[-_LEAST_APART:]
+    if len(steps) < 2 * _LEAST_APART:
+        return None
+    if first[0] >= 0 and first == first[:1] * _LEAST_APART:
+        num = next((i for i, each in enumerate(steps) if each.is_of_others), len(steps))
+        rest = steps[num:]
+        is_of_all = sum(each.is_of_others for each in rest) >= _LEAST_APART
+        if is_of_all and max(alone[num:]) < 0:
+            return _SeriesOutlier(rest[0].step, 10, "data", "", "loss", *rest[0].of_others, True)
+    elif last[0] >= 0 and last == last[:1] * _LEAST_APART:
+        others = [i for i, each in enumerate(steps) if each.rank != last[0]]
+        num = others[-1] + 1 if others else 0
+        if num >= _LEAST_APART and all(each.is_of_others for each in steps[:num]):
+            where = f"rank:{last[0]}"
+            at = steps[num]
+            return _SeriesOutlier(at.step, 9, "data", where, "rank_loss", *at.of_rank, True)
+    return None
 
 
 def _logarithm(values: Floats) -> Floats:

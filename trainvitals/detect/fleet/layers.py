@@ -114,6 +114,11 @@ class LayerOutlierWatcher(LastingWatcher):
         self._weak = math.log(self._config.weak_ratio)
         self._courses: dict[str, LayerTrend] = {}
 
+    @property
+    def goes_on(self) -> bool:
+        """Return whether a layer still stands out: over after fewer samples than a new report."""
+        return self._episode.on and self._episode.num_absent < self._config.persistence
+
     def _layer_values(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         """Return the judged number of every layer that has one above zero."""
         raise NotImplementedError
@@ -215,7 +220,7 @@ class LayerGradientWatcher(LayerOutlierWatcher):
     def goes_on(self) -> bool:
         """Return whether a reported layer's gradients still explode, or are still 0."""
         courses = self._courses.values()
-        return self._episode.on or any(-c.streak >= self._zeros_needed(c) for c in courses)
+        return super().goes_on or any(-c.streak >= self._zeros_needed(c) for c in courses)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         """Judge the gradients of a merged step's layers: exploded, or 0 for long."""
