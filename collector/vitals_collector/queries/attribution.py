@@ -224,7 +224,7 @@ def onset_sentence(onset: Onset) -> str:
     if not onset.is_cause:
         first_moved += " Not enough was measured to tell why: `watch(signals=...)` measures more."
     apart = [effect for effect in onset.next if effect.series == RESET_MOMENTS]
-    for effect in apart[:1]:  # it follows from no other change
+    for effect in apart[:1] if onset.subject == "data" else ():  # it does not follow from data
         first_moved += f" Also found: {_effect_text(effect)} by step {effect.step:,}."
     later = [effect for effect in onset.next if effect.step > onset.step and effect not in apart]
     if later:

@@ -78,7 +78,9 @@ _STILL = 10
 """Steps after which an ended episode is not the cause: clean steps follow it. Lasting changes, such
 as a setting or written weights, count for ``WINDOW`` steps."""
 _LEAST_APART = 2
-"""Steps of each of two data problems in which only one is seen, to separate them."""
+"""Steps in which only one of two data problems is seen, of each."""
+_OTHER_DATA = 2.0
+"""Ratio between the gradient norms of two kinds of bad data; each kind must vary by less."""
 _WRITTEN = 1e-9
 """Relative change from which a tensor was written. Untouched tensors have exactly 0."""
 _RENEWED = 16
@@ -197,6 +199,11 @@ class _SeriesReference:
     def sigmas(self) -> float:
         """Return the distance of the step's value from the middle, in sigmas."""
         return self._now / self._scale
+
+    @property
+    def distance(self) -> float:
+        """Return the distance of the step's value from the middle."""
+        return abs(self._now)
 
     def sigmas_beyond_limit(self, value: float) -> float:
         """Return by how many sigmas the step's value left its series' range, otherwise 0."""
@@ -416,19 +423,27 @@ _Looked = tuple[_SeriesReference, float, bool] | tuple[_SeriesArrayReference, Fl
 """Checked series, its values, and whether it concerns speed; added at the end of the step."""
 
 
-class _LossByRank(NamedTuple):
-    """The ranks whose losses are out in a step, each with value, usual value and sigmas."""
+class _BadStep(NamedTuple):
+    """A step whose finite loss is out. Numbers are a value, its usual value and its sigmas."""
 
     step: int
-    rank: int
+    norm: float
+    """Gradient norm."""
+    loss: tuple[float, float, float]
+    rank: int = -1
     """The one rank whose loss left its distance from the others; -1: none."""
-    of_rank: tuple[float, float, float]
-    of_others: tuple[float, float, float]
+    of_rank: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    of_others: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     @property
     def is_of_others(self) -> bool:
         """Return whether the loss of the other ranks left its own range."""
         return self.of_others[2] > 0.0
+
+    @property
+    def rank_alone(self) -> int:
+        """Return the rank whose loss alone is out; -1: none."""
+        return -1 if self.is_of_others else self.rank
 
 
 class _LowShare(NamedTuple):
@@ -584,8 +599,9 @@ class OnsetTracker:
         self._total = math.nan
         """Logarithm of the gradient norm in the step before."""
         self._gradients_moved = self._has_share_moved = False
-        self._norm_out_since: int | None = None
-        """First step, since the last normal rows of layers, whose gradient norm is out."""
+        self._norm_out: tuple[int, float] | None = None
+        """Step, since the last normal rows of layers, from which the gradient norm is out, and its
+        distance from the middle: a much larger distance is a change of its own."""
         self._low_share: _LowShare | None = None
         self._loss_height: tuple[float, bool] | None = None
         """Distance of the step's loss from its middle, and whether it is out."""
@@ -599,9 +615,10 @@ class OnsetTracker:
         self._loss_after: list[float] = []
         self._was_loss_high = False
         """Whether the loss of the step before is out."""
-        self._loss_by_rank: _LossByRank | None = None
-        self._bad_by_rank: list[_LossByRank] = []
-        """The ranks in each step of ``_loss_bad``."""
+        self._bad_step: _BadStep | None = None
+        """The step, if its loss is finite and out."""
+        self._bad_steps: list[_BadStep] = []
+        """The first steps of the high loss, also those before its onset."""
         self._reset: _SeriesOutlier | None = None
         """Optimizer state that was found reset during that loss."""
         self._key = (0, -1)
@@ -633,14 +650,16 @@ class OnsetTracker:
         follows = (merged.attempt, merged.step - 1) == before
         if not follows and before[1] >= 0:  # a rollback or restart: no difference to the last step
             self._applied, self._total, self._num_high = None, math.nan, 0
-            self._norm_out_since = self._low_share = None
+            self._norm_out = self._low_share = None
         self._out, self._looked = [], []
         out, looked = self._out, self._looked
         self._find_setting_changes(merged)
         self._was_loss_high = self._loss_height is not None and self._loss_height[1]
         lossy, zeds = self._judge_losses(merged)
-        if zeds and self._norm_out_since is None:
-            self._norm_out_since = merged.step
+        if zeds:
+            far = self._series["total"].distance
+            if self._norm_out is None or far > self._norm_out[1] + _JUMP:
+                self._norm_out = merged.step, far
         norm = merged.run.get("grad_norm")
         is_lost = any(each.series == "loss" and each.value is None for each in out)
         is_lost |= norm is not None and not norm <= HUGE_WEIGHT
@@ -701,8 +720,11 @@ class OnsetTracker:
         if onset is None or not (onset.is_nonfinite or onset.is_lasting or onset.is_apart):
             is_loss = onset is not None and (onset.subject, onset.series) in _HIGH_LOSSES
             self._high_loss = onset if is_loss else None
+        if self._bad_step is not None and len(self._bad_steps) < _LONGEST_BATCHES:
+            self._bad_steps.append(self._bad_step)
         if self._high_loss is None:
-            self._loss_bad, self._loss_after, self._bad_by_rank, self._reset = [], [], [], None
+            self._loss_bad, self._loss_after, self._reset = [], [], None
+            self._bad_steps = self._bad_steps if self._bad_step else []
             return
         if last is None:  # a NaN has its own onset
             return
@@ -711,8 +733,6 @@ class OnsetTracker:
         if is_out:
             self._loss_bad += self._loss_after
             self._loss_after = []
-            if self._loss_by_rank is not None and len(self._bad_by_rank) < _LONGEST_BATCHES:
-                self._bad_by_rank.append(self._loss_by_rank)
         bad, after = self._loss_bad[-_LONGEST_BATCHES:], self._loss_after
         if len(after) != _HEALED or not bad or len(bad) < len(self._loss_bad):
             return
@@ -732,8 +752,8 @@ class OnsetTracker:
             self._onsets[from_data.attempt, from_data.step, False] = from_data
             if onset == high:
                 self._numbers.onset = from_data
-        second = _find_second_data(self._bad_by_rank)
-        if second is not None and second.step > high.step:
+        second = _find_second_data(self._bad_steps, where)
+        if second is not None and second.step >= high.step:
             onset = _build_onset(high.attempt, second, [], high.last_step, is_old=False)
             self._onsets[high.attempt, second.step, False] = onset
 
@@ -807,7 +827,7 @@ class OnsetTracker:
         losses, ranks = finite(finite_losses)
         lossy = len(ranks) < len(finite_losses)
         self._loss_height, num_high, self._num_high = None, self._num_high, 0
-        self._loss_by_rank = None
+        self._bad_step = None
         if lossy:
             bad = [rank for rank, value in enumerate(finite_losses) if number(value) is None]
             where = f"rank:{bad[0]}" if len(bad) == 1 < len(finite_losses) else ""
@@ -815,12 +835,14 @@ class OnsetTracker:
             has_activations = "activation_rms" in self._of_layers
             self._add_outlier(7, "loss" if has_activations else "losses", where, "loss")
         elif losses:
-            lossy = self._judge_finite_losses(losses, num_high)
+            lossy = self._judge_finite_losses(losses, num_high, merged.run.get("grad_norm"))
         self._judge_rank_norms(merged, lossy=lossy)
         sigmas, _ = self._check_series("total", _log(number(merged.run.get("grad_norm"))))
         return lossy, sigmas
 
-    def _judge_finite_losses(self, losses: Sequence[float], num_high: int) -> bool:
+    def _judge_finite_losses(
+        self, losses: Sequence[float], num_high: int, norm: float | None
+    ) -> bool:
         """Check the ranks' finite losses for a first change; return whether one left its range."""
         mean = math.fsum(losses) / len(losses)
         sigmas, middle = self._check_series("loss", mean)
@@ -829,6 +851,8 @@ class OnsetTracker:
         is_high = mean - middle > self._high_from
         self._num_high = num_high + 1 if is_high else 0
         self._loss_height = (mean - middle, sigmas > 0.0 or is_high)
+        norm = number(norm) or 0.0
+        bad = _BadStep(self._key[1], norm, (mean, middle, self._series["loss"].sigmas))
         if sigmas > SIGMAS or self._num_high >= _HIGH_STEPS:
             # Damaged weights raise every rank's loss, as bad data do.
             subject: Subject = "data" if "weight_written_ratio" in self._peaks else "losses"
@@ -845,13 +869,13 @@ class OnsetTracker:
             # If the others' loss is out as well, the data of one rank are not the problem.
             common, usual = self._check_series("others", others[top])
             numbers = (losses[top], others[top], zeds[top])
-            is_of_one = zeds[top] > SIGMAS and second < zeds[top] / 2
-            if is_of_one and common <= SIGMAS / 2:
+            is_of_one = zeds[top] > 0.0 and second < zeds[top] / 2
+            if is_of_one and zeds[top] > SIGMAS and common <= SIGMAS / 2:
                 self._add_outlier(9, "data", f"rank:{top}", "rank_loss", *numbers)
-            of_others = (others[top], usual, common)
-            rank = top if is_of_one else -1
-            self._loss_by_rank = _LossByRank(self._key[1], rank, numbers, of_others)
+            rank, of_others = top if is_of_one else -1, (others[top], usual, common)
+            bad = bad._replace(rank=rank, of_rank=numbers, of_others=of_others)
             lossy |= zeds[top] > SIGMAS / 2
+        self._bad_step = bad if self._loss_height[1] else None
         return lossy
 
     def _judge_rank_norms(self, merged: MergedStep, *, lossy: bool) -> None:
@@ -1085,7 +1109,7 @@ class OnsetTracker:
         is_first = not self._has_share_moved
         self._has_share_moved = bool(moved.any())
         if not moved.any():
-            self._norm_out_since = self._low_share = None
+            self._norm_out = self._low_share = None
             return
         shift = np.where(moved, shares - middle[: len(norms)], 0.0)
         low, high = int(np.argmin(shift)), int(np.argmax(shift))
@@ -1112,7 +1136,7 @@ class OnsetTracker:
         Layers are written every 10th step; the total gradient norm shows the steps between.
         """
         if self._low_share is None or self._low_share.layer != layer:
-            step, since = self._key[1], self._norm_out_since
+            step, since = self._key[1], None if self._norm_out is None else self._norm_out[0]
             rise = math.log(np.linalg.norm(norms[np.isfinite(norms)])) - self._total
             is_second = self._was_loss_high and since in (None, step) and rise > _JUMP
             self._low_share = _LowShare(layer, step if since is None else since, is_second)
@@ -1154,29 +1178,34 @@ class OnsetTracker:
         self._add_outlier(14, subject, where, "update_norm", *numbers, steps_back=1)
 
 
-def _find_second_data(steps: Sequence[_LossByRank]) -> _SeriesOutlier | None:
+def _find_second_data(steps: Sequence[_BadStep], where: str) -> _SeriesOutlier | None:
     """Return the second of two data problems of a high loss that ended at once; None for one.
 
-    One is of one rank, the other of all ranks. Both may last, but each is seen without the other:
-    the first at the beginning, the second at the beginning or at the end.
+    Either one is of one rank and the other of all, and each is seen without the other: the first at
+    the beginning, the second at the beginning or at the end. Or the gradients differ.
     """
-    alone = [each.rank if not each.is_of_others else -1 for each in steps]
+    alone = [each.rank_alone for each in steps]
     first, last = alone[:_LEAST_APART], alone[-_LEAST_APART:]
     if len(steps) < 2 * _LEAST_APART:
         return None
-    if first[0] >= 0 and first == first[:1] * _LEAST_APART:
-        num = next((i for i, each in enumerate(steps) if each.is_of_others), len(steps))
-        rest = steps[num:]
-        is_of_all = sum(each.is_of_others for each in rest) >= _LEAST_APART
-        if is_of_all and max(alone[num:]) < 0:
-            return _SeriesOutlier(rest[0].step, 10, "data", "", "loss", *rest[0].of_others, True)
-    elif last[0] >= 0 and last == last[:1] * _LEAST_APART:
-        others = [i for i, each in enumerate(steps) if each.rank != last[0]]
-        num = others[-1] + 1 if others else 0
-        if num >= _LEAST_APART and all(each.is_of_others for each in steps[:num]):
-            where = f"rank:{last[0]}"
-            at = steps[num]
-            return _SeriesOutlier(at.step, 9, "data", where, "rank_loss", *at.of_rank, True)
+    if any(each.rank_alone >= 0 and each.of_rank[2] > SIGMAS for each in steps):
+        if first[0] >= 0 and len(set(first)) == 1:
+            num = next((i for i, each in enumerate(steps) if each.is_of_others), len(steps))
+            num_others = sum(each.is_of_others for each in steps[num:])
+            if num_others >= _LEAST_APART and max(alone[num:]) < 0:
+                at = steps[num]
+                return _SeriesOutlier(at.step, 10, "data", "", "loss", *at.of_others, True)
+        elif last[0] >= 0 and len(set(last)) == 1:
+            num = max((i + 1 for i, each in enumerate(steps) if each.rank != last[0]), default=0)
+            if num >= _LEAST_APART and all(each.is_of_others for each in steps[:num]):
+                at, rank = steps[num], f"rank:{last[0]}"
+                return _SeriesOutlier(at.step, 9, "data", rank, "rank_loss", *at.of_rank, True)
+        return None
+    for num in range(_LEAST_APART, len(steps) - _LEAST_APART + 1):
+        before, after = ([each.norm for each in part] for part in (steps[:num], steps[num:]))
+        gap, spread = min(after) / max(before), max(max(p) / min(p) for p in (before, after))
+        if gap > max(_OTHER_DATA, spread):
+            return _SeriesOutlier(steps[num].step, 10, "data", where, "loss", *steps[num].loss, True)
     return None
 
 
