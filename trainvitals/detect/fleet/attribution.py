@@ -682,7 +682,13 @@ class OnsetTracker:
                 self._judged_from = self._key
         is_guarded = self._num_judged <= GUARD
         is_old = is_guarded and not any(each.sigmas is None for each in out)
-        changed = self._update_episode(self._numbers, merged.attempt, out, is_old=is_old)
+        # A loss may be known to be high only now; what changes in this step may be another problem.
+        early = [each for each in out if each.step < merged.step]
+        late = [each for each in out if each not in early]
+        is_split = self._numbers.onset is None and early and late
+        changed = False
+        for part in (early, late) if is_split else (out,):
+            changed |= self._update_episode(self._numbers, merged.attempt, part, is_old=is_old)
         self._attribute_loss_to_data(merged)
         changed |= self._update_episode(self._speed, merged.attempt, speed, is_old=is_guarded)
         for course, values, is_of_speed in looked:
@@ -1150,7 +1156,10 @@ class OnsetTracker:
         """
         onset, others = self._numbers.onset, np.delete(rises, at)
         others = others[np.isfinite(others)]
-        if onset is None or onset.subject not in ("data", "losses") or onset.is_nonfinite:
+        is_high = self._was_loss_high  # so far, its onset may need one more step
+        if onset is not None:
+            is_high = onset.subject in ("data", "losses") and not onset.is_nonfinite
+        if not is_high:
             return False
         if len(others) < LEAST_LAYERS - 1:
             return False
