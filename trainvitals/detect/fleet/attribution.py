@@ -957,10 +957,19 @@ class OnsetTracker:
         self._judge_update_norms(rows, calm=was_calm)
 
     def _add_layer(
-        self, order: float, at: int, series: str, *numbers: float | None, is_apart: bool = False
+        self,
+        order: float,
+        at: int,
+        series: str,
+        *numbers: float | None,
+        steps_back: int = 0,
+        is_apart: bool = False,
     ) -> None:
-        """Note a layer's series that is out in this step."""
-        self._add_outlier(order, "layer", self._names[at], series, *numbers, is_apart=is_apart)
+        """Note a layer's series that is out in this step, or ``steps_back`` steps before it."""
+        where = self._names[at]
+        self._add_outlier(
+            order, "layer", where, series, *numbers, steps_back=steps_back, is_apart=is_apart
+        )
 
     def _judge_tensor_writes(self, rows: _LayerColumns) -> None:
         """Check weights and optimizer states for writes outside the step, as first changes."""
@@ -1125,9 +1134,11 @@ class OnsetTracker:
         is_alone = common > _SHIFT and rest.min() > common / 2 > abs(away[low])
         is_apart = is_first and (is_next or is_alone) and self._is_apart(low, rises)
         if moved[low] and (is_alone or is_apart):
-            numbers = (self._names[low], INFERRED_WEIGHTS, math.exp(common), 1.0, float(abs(z[low])))
             back, is_apart = self._key[1] - since, is_apart or is_second
-            self._add_outlier(4.5, "layer", *numbers, steps_back=back, is_apart=is_apart)
+            numbers = (math.exp(common), 1.0, float(abs(z[low])))
+            self._add_layer(
+                4.5, low, INFERRED_WEIGHTS, *numbers, steps_back=back, is_apart=is_apart
+            )
             return
         is_apart = is_first and is_next and self._is_apart(high, rises)
         has_risen = moved.sum() == 1 and z[high] > SIGMAS and away[high] > _SHIFT
@@ -1190,31 +1201,53 @@ class OnsetTracker:
 def _find_second_data(steps: Sequence[_BadStep], where: str) -> _SeriesOutlier | None:
     """Return the second of two data problems of a high loss that ended at once; None for one.
 
-    Either one is of one rank and the other of all, and each is seen without the other: the first at
-    the beginning, the second at the beginning or at the end. Or the gradients differ.
+    Either one is of one rank and the other of all, or the gradients of the later one are larger.
+
+    Args:
+        steps: the first steps of the loss.
+        where: location of both, unless their ranks differ.
     """
-    alone = [each.rank_alone for each in steps]
-    first, last = alone[:_LEAST_APART], alone[-_LEAST_APART:]
     if len(steps) < 2 * _LEAST_APART:
         return None
     if any(each.rank_alone >= 0 and each.of_rank[2] > SIGMAS for each in steps):
-        if first[0] >= 0 and len(set(first)) == 1:
-            num = next((i for i, each in enumerate(steps) if each.is_of_others), len(steps))
-            num_others = sum(each.is_of_others for each in steps[num:])
-            if num_others >= _LEAST_APART and max(alone[num:]) < 0:
-                at = steps[num]
-                return _SeriesOutlier(at.step, 10, "data", "", "loss", *at.of_others, True)
-        elif last[0] >= 0 and len(set(last)) == 1:
-            num = max((i + 1 for i, each in enumerate(steps) if each.rank != last[0]), default=0)
-            if num >= _LEAST_APART and all(each.is_of_others for each in steps[:num]):
-                at, rank = steps[num], f"rank:{last[0]}"
-                return _SeriesOutlier(at.step, 9, "data", rank, "rank_loss", *at.of_rank, True)
+        return _find_other_ranks(steps)
+    at = _find_larger_gradients([each.norm for each in steps])
+    if at is None:
         return None
-    for num in range(_LEAST_APART, len(steps) - _LEAST_APART + 1):
-        before, after = ([each.norm for each in part] for part in (steps[:num], steps[num:]))
-        gap, spread = min(after) / max(before), max(max(p) / min(p) for p in (before, after))
-        if gap > max(_OTHER_DATA, spread):
-            return _SeriesOutlier(steps[num].step, 10, "data", where, "loss", *steps[num].loss, True)
+    return _SeriesOutlier(steps[at].step, 10, "data", where, "loss", *steps[at].loss, True)
+
+
+def _find_other_ranks(steps: Sequence[_BadStep]) -> _SeriesOutlier | None:
+    """Return the second data problem if only one of the two is of one rank.
+
+    Each is seen without the other: the first at the beginning, the second also at the end.
+    """
+    alone = [each.rank_alone for each in steps]
+    first, last = set(alone[:_LEAST_APART]), set(alone[-_LEAST_APART:])
+    if len(first) == 1 and min(first) >= 0:
+        num = next((i for i, each in enumerate(steps) if each.is_of_others), len(steps))
+        num_others = sum(each.is_of_others for each in steps[num:])
+        if num_others >= _LEAST_APART and max(alone[num:]) < 0:
+            at = steps[num]
+            return _SeriesOutlier(at.step, 10, "data", "", "loss", *at.of_others, True)
+    elif len(last) == 1 and min(last) >= 0:
+        rank = min(last)
+        num = max((i + 1 for i, each in enumerate(steps) if each.rank != rank), default=0)
+        if num >= _LEAST_APART and all(each.is_of_others for each in steps[:num]):
+            at, where = steps[num], f"rank:{rank}"
+            return _SeriesOutlier(at.step, 9, "data", where, "rank_loss", *at.of_rank, True)
+    return None
+
+
+def _find_larger_gradients(norms: Sequence[float]) -> int | None:
+    """Return the index from which all gradient norms are larger, by more than each part varies."""
+    if min(norms) <= 0.0:
+        return None
+    for at in range(_LEAST_APART, len(norms) - _LEAST_APART + 1):
+        before, after = norms[:at], norms[at:]
+        spread = max(max(part) / min(part) for part in (before, after))
+        if min(after) / max(before) > max(_OTHER_DATA, spread):
+            return at
     return None
 
 
