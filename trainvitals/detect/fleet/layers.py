@@ -79,7 +79,8 @@ class LayerConfig(Settings, frozen=True, kw_only=True):
     weak_ratio: Annotated[float, Meta(ge=1.5, le=1e6)] = 6.0
     """The same, reported after ``persistence`` samples in a row."""
     persistence: AtLeastOne = 3
-    """Samples in a row above ``weak_ratio`` that are reported."""
+    """Samples in a row above ``weak_ratio`` that are reported. After as many below it, the problem
+    is over."""
     sigmas: Annotated[float, Meta(ge=1.0, le=1e3)] = 8.0
     """The layer must also deviate by this many of its own standard deviations."""
     least_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
