@@ -1201,7 +1201,7 @@ class OnsetTracker:
 def _find_second_data(steps: Sequence[_BadStep], where: str) -> _SeriesOutlier | None:
     """Return the second of two data problems of a high loss that ended at once; None for one.
 
-    Either one is of one rank and the other of all, or the gradients of the later one are larger.
+    Either only one concerns all ranks, or the gradients of the later one are larger.
 
     Args:
         steps: the first steps of the loss.
@@ -1218,7 +1218,7 @@ def _find_second_data(steps: Sequence[_BadStep], where: str) -> _SeriesOutlier |
 
 
 def _find_other_ranks(steps: Sequence[_BadStep]) -> _SeriesOutlier | None:
-    """Return the second data problem if only one of the two is of one rank.
+    """Return the second data problem if one concerns one rank and the other all ranks.
 
     Each is seen without the other: the first at the beginning, the second also at the end.
     """
