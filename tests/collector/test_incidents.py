@@ -24,9 +24,11 @@ from tests.support.queries import At, query
 from tests.support.served import Served
 from trainvitals.alerting import alerts_for_decision
 from trainvitals.clock import SystemClock
+from trainvitals.detect.fleet.attribution import Next, Onset
 from trainvitals.records import AttemptStarted, Decision, Finding, Note, RunEnded
 from trainvitals.views import FindingsQuestion, IncidentsQuestion, IncidentView, StepQuestion
 from vitals_collector.ingest.ingest import ingest
+from vitals_collector.queries.attribution import onset_sentence
 from vitals_collector.queries.cost import lost_spans
 from vitals_collector.queries.folder_query import FolderQuery
 from vitals_collector.queries.grouping import (
@@ -456,6 +458,27 @@ def test_a_second_problem_is_apart_from_the_high_losses_in_which_it_began(second
         f(12, cause="loss_outlier"),
     )
     assert expected == grouped(*records, seconds=[SecondProblem(*second)])
+
+
+def test_optimizer_state_that_was_reset_does_not_follow_from_bad_data():
+    reset = Next(302, "optimizer", "h.1", "second_moments")
+    high = Next(301, "losses", "", "loss")
+    onset = Onset(
+        attempt=1, step=300, last_step=304, subject="data", where="rank:0", series="loss",
+        value=9.0, usual=2.0, sigmas=9.0, next=(high, reset),
+    )  # fmt: skip
+    assert (
+        "Moved first: data of rank 0: its loss at step 300 (9, usually 2; 9 sigma). "
+        "Also found: optimizer state of layer `h.1` was reset by step 302. "
+        "Then: loss of all ranks at step 301."
+    ) == onset_sentence(onset)
+
+
+def test_a_second_problem_of_the_data_has_the_findings_after_its_start():
+    high = [f(step, cause="loss_outlier", onset_step=8) for step in (8, 9, 10, 12)]
+    records = (*high, f(12, cause="grad_norm_burst", onset_step=8))
+    assert ["8 9", "10 12 12"] == grouped(*records, seconds=[SecondProblem(1, 10, False, True)])
+    assert ["8 9 10 12 12"] == grouped(*records, seconds=[SecondProblem(1, 13, False, True)])
 
 
 def test_a_value_that_was_found_after_the_second_problem_is_not_older_than_it():

@@ -102,6 +102,8 @@ class SecondProblem(NamedTuple):
     step: int
     is_lasting: bool
     """Whether later steps have it too: damaged weights, but not one layer's gradient."""
+    is_of_data: bool = False
+    """Whether it is wrong data in later steps too, which may have no findings of their own."""
 
 
 def group_incidents(
@@ -200,11 +202,11 @@ def _split_second(
         return [members]
     start = min(starts, key=lambda second: second.step)
     key = (start.attempt, start.step)
-    if start.is_lasting:  # also values that were found later, even if they were high before
+    if start.is_lasting or start.is_of_data:  # also values found later, if they were high before
         later = [item for item in members[1:] if (item.attempt, item.last) >= key]
     else:
         later = [item for item in members[1:] if (item.attempt, item.onset) == key]
-    if not any(item.onset >= start.step for item in later):
+    if not later or not (start.is_of_data or any(item.onset >= start.step for item in later)):
         return [members]
     before = [item for item in members if item not in later]
     later = [item._replace(onset=max(item.onset, start.step)) for item in later]

@@ -158,7 +158,7 @@ def read_incidents(
     holding = {_condition_key(finding) for finding in conditions_of(moment.sql, run.run_id)}
     live = watched_onsets(moment.sql, run.run_id)
     seconds = [
-        grouping.SecondProblem(onset.attempt, onset.step, onset.is_lasting)
+        grouping.SecondProblem(onset.attempt, onset.step, onset.is_lasting, onset.subject == "data")
         for onset in (() if live is None else live.onsets)
         if onset.is_apart
     ]

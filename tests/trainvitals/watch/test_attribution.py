@@ -434,6 +434,111 @@ def test_bad_data_of_a_run_of_one_rank_are_those_of_rank_0(has_written_ratios: b
     assert (BAD, "data", "rank:0", "loss") == named(tracker)
 
 
+def _high(num: int, *ranks: int, norm: float = 5.0) -> list[tuple[tuple[int, ...], float]]:
+    """Return steps in which these ranks have a high loss, with the gradient norm."""
+    return [(ranks, norm)] * num
+
+
+_ALL = (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("steps", "second"),
+    [
+        (_high(2, 1) + _high(3, *_ALL), (BAD + 2, "data", "", "loss")),
+        (_high(2, *_ALL) + _high(3, 1), (BAD + 2, "data", "rank:1", "rank_loss")),
+        (_high(2, *_ALL) + _high(4, *_ALL, norm=30.0), (BAD + 2, "data", "", "loss")),
+        (_high(1, 1) + _high(3, *_ALL), None),
+        (_high(4, *_ALL) + _high(1, 1), None),
+        (_high(2, 1) + _high(2, *_ALL) + _high(2, 1), None),
+        (_high(5, 1), None),
+        (_high(5, *_ALL), None),
+        (_high(3, *_ALL) + _high(1, *_ALL, norm=30.0), None),
+        (_high(2, *_ALL, norm=30.0) + _high(3, *_ALL), None),
+        (_high(2, *_ALL, norm=3.0) + _high(2, *_ALL, norm=7.0) + _high(1, *_ALL, norm=40.0), None),
+        (_high(2, *_ALL, norm=0.0) + _high(3, *_ALL), None),
+        (_high(2, 1) + _high(60, *_ALL), None),
+    ],
+)
+def test_a_second_problem_of_the_data_is_an_onset_of_its_own(steps, second):
+    def damage(step, age):
+        if age >= len(steps):
+            return bare(step)
+        ranks, norm = steps[age]
+        losses = {("rank_loss", rank): 9.0 for rank in ranks}
+        return change(bare(step), run={"grad_norm": norm}, ranks=losses)
+
+    tracker = OnsetTracker()
+    for number in range(BAD + 25):
+        tracker.update(
+            damage(healthy(number), number - BAD) if number >= BAD else bare(healthy(number))
+        )
+    apart = [(o.step, o.subject, o.where, o.series) for o in tracker.onsets if o.is_apart]
+    assert ([] if second is None else [second]) == apart
+    assert BAD == named(tracker, BAD + 1)[0]
+    if second is not None:
+        assert second == named(tracker, second[0])
+
+
+def test_a_layer_that_freezes_while_a_loss_is_only_becoming_an_outlier_has_its_own_onset():
+    """The third high loss in a row makes the first the onset; the layer changed in the third."""
+
+    def damage(step, age):
+        step = bare(step)
+        if age < 5:
+            step = change(step, ranks={("rank_loss", rank): 2.25 for rank in range(4)})
+        return change(step, layers={("h.2", "grad_norm"): 0.0}) if age >= 2 else step
+
+    tracker = OnsetTracker()
+    for number in range(BAD + 6):
+        tracker.update(
+            damage(healthy(number), number - BAD) if number >= BAD else bare(healthy(number))
+        )
+    assert (BAD, "losses", "", "loss") == named(tracker, BAD + 1)
+    assert (BAD + 2, "layer", "h.2", "grad_norm") == named(tracker, BAD + 2)
+
+
+@pytest.mark.parametrize(
+    ("norms", "expected"),
+    [
+        ({}, 460),
+        ({454: 1e-6}, 454),
+        ({456: 60.0, 457: 60.0}, 456),
+        ({452: 0.5, 456: 1e6, 457: 1e6}, 456),
+    ],
+)
+def test_weights_inferred_between_two_rows_of_layers_moved_when_the_gradient_norm_did(
+    norms, expected
+):
+    """A layer is written at each 10th step: the total shows the steps between."""
+    tracker = OnsetTracker()
+    for number in range(500):
+        step = bare(healthy(number, every=10))
+        if number in norms:
+            step = change(step, run={"grad_norm": norms[number]})
+        if number >= 460 and step.layers:
+            rows = {
+                (n, "grad_norm"): 20.0 * step.layers[n]["grad_norm"] for n in LAYERS if n != "h.4"
+            }
+            step = change(step, layers=rows)
+        tracker.update(step)
+    assert (expected, "layer", "h.4", "weights") == named(tracker, 465)
+
+
+def test_a_reset_and_bad_data_of_one_high_loss_are_both_noted():
+    tracker = OnsetTracker()
+    for number in range(BAD + 12):
+        step = bare(healthy(number))
+        if BAD <= number < BAD + 5:
+            step = change(step, ranks={("rank_loss", rank): 6.0 for rank in range(4)})
+        if number == BAD + 2:
+            step = change(step, layers={("h.1", "moment_written_ratio"): 0.98})
+        tracker.update(step)
+    (onset,) = tracker.onsets
+    assert (BAD, "data", "loss") == (onset.step, onset.subject, onset.series)
+    assert [(BAD + 2, "h.1", "second_moments")] == [(n.step, n.where, n.series) for n in onset.next]
+
+
 def test_a_nan_among_bad_batches_is_not_due_to_them():
     tracker = OnsetTracker()
     for number in range(BAD + 25):

@@ -199,6 +199,28 @@ def test_the_layer_is_named() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("course", "lasting"),
+    [
+        ("500x1 1x9", [True] * 3 + [False] * 7),
+        ("500x2 1x2 500x1 1x5", [True] * 7 + [False] * 3),
+        ("500x10", [True] * 10),
+    ],
+)
+def test_a_layer_that_no_longer_stands_out_is_over_before_it_is_reported_again(
+    course: str, lasting: list[bool]
+) -> None:
+    rows = merged_series(
+        "; ".join(f"h.{i}:grad_norm 1x40 {course if i == 2 else '1x10'}" for i in range(6))
+    )
+    watcher, goes_on, findings = LayerGradientWatcher(), [], []
+    for row in rows:
+        findings += watcher.update(row)
+        goes_on.append(watcher.goes_on)
+    assert [40] == [finding.step for finding in findings]
+    assert lasting == goes_on[40:]
+
+
 def test_a_layer_that_cannot_matter_is_not_told() -> None:
     course = "; ".join(f"h.{i}:grad_norm 1x40 1x9" for i in range(6))
     assert [] == watched(LayerGradientWatcher(), f"{course}; ln:grad_norm 1e-5x40 1e-3x9")

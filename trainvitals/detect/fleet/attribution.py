@@ -77,6 +77,10 @@ _HEALED = 5
 _STILL = 10
 """Steps after which an ended episode is not the cause: clean steps follow it. Lasting changes, such
 as a setting or written weights, count for ``WINDOW`` steps."""
+_LEAST_APART = 2
+"""Steps in which only one of two data problems is seen, of each."""
+_OTHER_DATA = 2.0
+"""Ratio between the gradient norms of two kinds of bad data; each kind must vary by less."""
 _WRITTEN = 1e-9
 """Relative change from which a tensor was written. Untouched tensors have exactly 0."""
 _RENEWED = 16
@@ -195,6 +199,11 @@ class _SeriesReference:
     def sigmas(self) -> float:
         """Return the distance of the step's value from the middle, in sigmas."""
         return self._now / self._scale
+
+    @property
+    def distance(self) -> float:
+        """Return the distance of the step's value from the middle."""
+        return abs(self._now)
 
     def sigmas_beyond_limit(self, value: float) -> float:
         """Return by how many sigmas the step's value left its series' range, otherwise 0."""
@@ -394,6 +403,8 @@ DAMAGED_WEIGHT = "largest_weight"
 RESET_MOMENTS = "second_moments"
 """Series of an onset whose layer has second moments far below its gradients, read after a finding.
 Rows of ``moment_written_ratio`` without ``weight_written_ratio``, which a signal has as well."""
+_HIGH_LOSSES = (("losses", "loss"), ("data", "rank_loss"))
+"""Subject and series of the onsets of a finite loss whose end shows more about them."""
 _STATE_SERIES = frozenset(
     {
         "weight_written_ratio",
@@ -410,6 +421,39 @@ _WRITES: tuple[tuple[str, float, Subject], ...] = (
 
 _Looked = tuple[_SeriesReference, float, bool] | tuple[_SeriesArrayReference, Floats, bool]
 """Checked series, its values, and whether it concerns speed; added at the end of the step."""
+
+
+class _BadStep(NamedTuple):
+    """A step whose finite loss is out. Numbers are a value, its usual value and its sigmas."""
+
+    step: int
+    norm: float
+    """Gradient norm."""
+    loss: tuple[float, float, float]
+    rank: int = -1
+    """The one rank whose loss left its distance from the others; -1: none."""
+    of_rank: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    of_others: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    @property
+    def is_of_others(self) -> bool:
+        """Return whether the loss of the other ranks left its own range."""
+        return self.of_others[2] > 0.0
+
+    @property
+    def rank_alone(self) -> int:
+        """Return the rank whose loss alone is out; -1: none."""
+        return -1 if self.is_of_others else self.rank
+
+
+class _LowShare(NamedTuple):
+    """A layer whose share of the gradients is too low, in each step that has rows of layers."""
+
+    layer: int
+    since: int
+    """First step with it, or before it, in which the total gradient norm was out."""
+    is_second: bool
+    """Whether the gradients jumped then, while the loss had been high before."""
 
 
 class _LayerColumns:
@@ -555,6 +599,10 @@ class OnsetTracker:
         self._total = math.nan
         """Logarithm of the gradient norm in the step before."""
         self._gradients_moved = self._has_share_moved = False
+        self._norm_out: tuple[int, float] | None = None
+        """Step, since the last normal rows of layers, from which the gradient norm is out, and its
+        distance from the middle: a much larger distance is a change of its own."""
+        self._low_share: _LowShare | None = None
         self._loss_height: tuple[float, bool] | None = None
         """Distance of the step's loss from its middle, and whether it is out."""
         self._high_loss: Onset | None = None
@@ -565,6 +613,14 @@ class OnsetTracker:
         """Height of that loss above the middle, when the row began."""
         self._loss_bad: list[float] = []
         self._loss_after: list[float] = []
+        self._was_loss_high = False
+        """Whether the loss of the step before is out."""
+        self._bad_step: _BadStep | None = None
+        """The step, if its loss is finite and out."""
+        self._bad_steps: list[_BadStep] = []
+        """The first steps of the high loss, also those before its onset."""
+        self._reset: _SeriesOutlier | None = None
+        """Optimizer state that was found reset during that loss."""
         self._key = (0, -1)
         self._lost_since: int | None = None
         """First of the skipped steps in a row whose loss or gradient was non-finite or huge."""
@@ -594,10 +650,16 @@ class OnsetTracker:
         follows = (merged.attempt, merged.step - 1) == before
         if not follows and before[1] >= 0:  # a rollback or restart: no difference to the last step
             self._applied, self._total, self._num_high = None, math.nan, 0
+            self._norm_out = self._low_share = None
         self._out, self._looked = [], []
         out, looked = self._out, self._looked
         self._find_setting_changes(merged)
+        self._was_loss_high = self._loss_height is not None and self._loss_height[1]
         lossy, zeds = self._judge_losses(merged)
+        if zeds:
+            far = self._series["total"].distance
+            if self._norm_out is None or far > self._norm_out[1] + _JUMP:
+                self._norm_out = merged.step, far
         norm = merged.run.get("grad_norm")
         is_lost = any(each.series == "loss" and each.value is None for each in out)
         is_lost |= norm is not None and not norm <= HUGE_WEIGHT
@@ -620,7 +682,13 @@ class OnsetTracker:
                 self._judged_from = self._key
         is_guarded = self._num_judged <= GUARD
         is_old = is_guarded and not any(each.sigmas is None for each in out)
-        changed = self._update_episode(self._numbers, merged.attempt, out, is_old=is_old)
+        # A loss may be known to be high only now; what changes in this step may be another problem.
+        early = [each for each in out if each.step < merged.step]
+        late = [each for each in out if each not in early]
+        is_split = self._numbers.onset is None and early and late
+        changed = False
+        for part in (early, late) if is_split else (out,):
+            changed |= self._update_episode(self._numbers, merged.attempt, part, is_old=is_old)
         self._attribute_loss_to_data(merged)
         changed |= self._update_episode(self._speed, merged.attempt, speed, is_old=is_guarded)
         for course, values, is_of_speed in looked:
@@ -656,10 +724,13 @@ class OnsetTracker:
         """
         onset, last = self._numbers.onset, self._loss_height
         if onset is None or not (onset.is_nonfinite or onset.is_lasting or onset.is_apart):
-            is_loss = onset is not None and (onset.subject, onset.series) == ("losses", "loss")
+            is_loss = onset is not None and (onset.subject, onset.series) in _HIGH_LOSSES
             self._high_loss = onset if is_loss else None
+        if self._bad_step is not None and len(self._bad_steps) < _LONGEST_BATCHES:
+            self._bad_steps.append(self._bad_step)
         if self._high_loss is None:
-            self._loss_bad, self._loss_after = [], []
+            self._loss_bad, self._loss_after, self._reset = [], [], None
+            self._bad_steps = self._bad_steps if self._bad_step else []
             return
         if last is None:  # a NaN has its own onset
             return
@@ -674,11 +745,23 @@ class OnsetTracker:
         height, peak = math.fsum(bad) / len(bad), max(bad)
         is_back = after[0] < bad[-1] / 3 and math.fsum(after) < len(after) * height / 8
         if height >= peak / 3 and is_back:
-            where = "rank:0" if len(merged.ranks.get("rank_loss", ())) == 1 else ""
-            from_data = msgspec.structs.replace(self._high_loss, subject="data", where=where)
+            is_of_one = len(merged.ranks.get("rank_loss", ())) == 1
+            self._name_data(onset, self._high_loss, "rank:0" if is_of_one else "")
+
+    def _name_data(self, onset: Onset | None, high: Onset, where: str) -> None:
+        """Name the data of these ranks as the first change of a high loss, and second problems."""
+        if high.subject == "losses":
+            from_data = msgspec.structs.replace(high, subject="data", where=where)
+            if self._reset is not None:
+                following = _merge_following_series(from_data, [self._reset])
+                from_data = msgspec.structs.replace(from_data, next=following)
             self._onsets[from_data.attempt, from_data.step, False] = from_data
-            if onset == self._high_loss:
+            if onset == high:
                 self._numbers.onset = from_data
+        second = _find_second_data(self._bad_steps, where)
+        if second is not None and second.step >= high.step:
+            onset = _build_onset(high.attempt, second, [], high.last_step, is_old=False)
+            self._onsets[high.attempt, second.step, False] = onset
 
     def _update_episode(
         self, episode: _OnsetEpisode, attempt: int, out: Sequence[_SeriesOutlier], *, is_old: bool
@@ -750,6 +833,7 @@ class OnsetTracker:
         losses, ranks = finite(finite_losses)
         lossy = len(ranks) < len(finite_losses)
         self._loss_height, num_high, self._num_high = None, self._num_high, 0
+        self._bad_step = None
         if lossy:
             bad = [rank for rank, value in enumerate(finite_losses) if number(value) is None]
             where = f"rank:{bad[0]}" if len(bad) == 1 < len(finite_losses) else ""
@@ -757,12 +841,14 @@ class OnsetTracker:
             has_activations = "activation_rms" in self._of_layers
             self._add_outlier(7, "loss" if has_activations else "losses", where, "loss")
         elif losses:
-            lossy = self._judge_finite_losses(losses, num_high)
+            lossy = self._judge_finite_losses(losses, num_high, merged.run.get("grad_norm"))
         self._judge_rank_norms(merged, lossy=lossy)
         sigmas, _ = self._check_series("total", _log(number(merged.run.get("grad_norm"))))
         return lossy, sigmas
 
-    def _judge_finite_losses(self, losses: Sequence[float], num_high: int) -> bool:
+    def _judge_finite_losses(
+        self, losses: Sequence[float], num_high: int, norm: float | None
+    ) -> bool:
         """Check the ranks' finite losses for a first change; return whether one left its range."""
         mean = math.fsum(losses) / len(losses)
         sigmas, middle = self._check_series("loss", mean)
@@ -771,6 +857,8 @@ class OnsetTracker:
         is_high = mean - middle > self._high_from
         self._num_high = num_high + 1 if is_high else 0
         self._loss_height = (mean - middle, sigmas > 0.0 or is_high)
+        norm = number(norm) or 0.0
+        bad = _BadStep(self._key[1], norm, (mean, middle, self._series["loss"].sigmas))
         if sigmas > SIGMAS or self._num_high >= _HIGH_STEPS:
             # Damaged weights raise every rank's loss, as bad data do.
             subject: Subject = "data" if "weight_written_ratio" in self._peaks else "losses"
@@ -785,11 +873,15 @@ class OnsetTracker:
             top = max(range(len(zeds)), key=zeds.__getitem__)
             second = max((z for rank, z in enumerate(zeds) if rank != top), default=0.0)
             # If the others' loss is out as well, the data of one rank are not the problem.
-            common, _ = self._check_series("others", others[top])
-            if zeds[top] > SIGMAS and second < zeds[top] / 2 and common <= SIGMAS / 2:
-                numbers = (losses[top], others[top], zeds[top])
+            common, usual = self._check_series("others", others[top])
+            numbers = (losses[top], others[top], zeds[top])
+            is_of_one = zeds[top] > 0.0 and second < zeds[top] / 2
+            if is_of_one and zeds[top] > SIGMAS and common <= SIGMAS / 2:
                 self._add_outlier(9, "data", f"rank:{top}", "rank_loss", *numbers)
+            rank, of_others = top if is_of_one else -1, (others[top], usual, common)
+            bad = bad._replace(rank=rank, of_rank=numbers, of_others=of_others)
             lossy |= zeds[top] > SIGMAS / 2
+        self._bad_step = bad if self._loss_height[1] else None
         return lossy
 
     def _judge_rank_norms(self, merged: MergedStep, *, lossy: bool) -> None:
@@ -865,10 +957,19 @@ class OnsetTracker:
         self._judge_update_norms(rows, calm=was_calm)
 
     def _add_layer(
-        self, order: float, at: int, series: str, *numbers: float | None, is_apart: bool = False
+        self,
+        order: float,
+        at: int,
+        series: str,
+        *numbers: float | None,
+        steps_back: int = 0,
+        is_apart: bool = False,
     ) -> None:
-        """Note a layer's series that is out in this step."""
-        self._add_outlier(order, "layer", self._names[at], series, *numbers, is_apart=is_apart)
+        """Note a layer's series that is out in this step, or ``steps_back`` steps before it."""
+        where = self._names[at]
+        self._add_outlier(
+            order, "layer", where, series, *numbers, steps_back=steps_back, is_apart=is_apart
+        )
 
     def _judge_tensor_writes(self, rows: _LayerColumns) -> None:
         """Check weights and optimizer states for writes outside the step, as first changes."""
@@ -887,6 +988,7 @@ class OnsetTracker:
                 back = min(self._key[1] - onset.step, LAG) if onset and is_effect else 0
                 numbers = (self._names[at], RESET_MOMENTS, float(written[at]))
                 self._add_outlier(order, subject, *numbers, steps_back=back)
+                self._reset = self._out[-1]._replace(step=self._key[1])
             elif is_out.any():
                 at = int(np.argmax(written))
                 is_of_all = order == 3 and int(is_out.sum()) > max(1, len(written) // 2)
@@ -1022,16 +1124,21 @@ class OnsetTracker:
         is_first = not self._has_share_moved
         self._has_share_moved = bool(moved.any())
         if not moved.any():
+            self._norm_out = self._low_share = None
             return
         shift = np.where(moved, shares - middle[: len(norms)], 0.0)
         low, high = int(np.argmin(shift)), int(np.argmax(shift))
+        since, is_second = self._date_low_share(low, norms)
         rest = np.delete(away, low)[np.isfinite(np.delete(away, low))]
         common = float(np.median(rest)) if len(rest) else 0.0
         is_alone = common > _SHIFT and rest.min() > common / 2 > abs(away[low])
         is_apart = is_first and (is_next or is_alone) and self._is_apart(low, rises)
         if moved[low] and (is_alone or is_apart):
+            back, is_apart = self._key[1] - since, is_apart or is_second
             numbers = (math.exp(common), 1.0, float(abs(z[low])))
-            self._add_layer(4.5, low, INFERRED_WEIGHTS, *numbers, is_apart=is_apart)
+            self._add_layer(
+                4.5, low, INFERRED_WEIGHTS, *numbers, steps_back=back, is_apart=is_apart
+            )
             return
         is_apart = is_first and is_next and self._is_apart(high, rises)
         has_risen = moved.sum() == 1 and z[high] > SIGMAS and away[high] > _SHIFT
@@ -1039,6 +1146,18 @@ class OnsetTracker:
             usual = float(math.exp(math.log(norms[high]) - away[high]))
             numbers = (float(norms[high]), usual, float(z[high]))
             self._add_layer(13, high, "grad_norm", *numbers, is_apart=is_apart)
+
+    def _date_low_share(self, layer: int, norms: Floats) -> tuple[int, bool]:
+        """Return the first step of a layer's low share, and whether a high loss came before it.
+
+        Layers are written every 10th step; the total gradient norm shows the steps between.
+        """
+        if self._low_share is None or self._low_share.layer != layer:
+            step, since = self._key[1], None if self._norm_out is None else self._norm_out[0]
+            rise = math.log(np.linalg.norm(norms[np.isfinite(norms)])) - self._total
+            is_second = self._was_loss_high and since in (None, step) and rise > _JUMP
+            self._low_share = _LowShare(layer, step if since is None else since, is_second)
+        return self._low_share.since, self._low_share.is_second
 
     def _is_apart(self, at: int, rises: Floats) -> bool:
         """Return whether a layer's gradient shows a second problem during a high loss.
@@ -1048,7 +1167,10 @@ class OnsetTracker:
         """
         onset, others = self._numbers.onset, np.delete(rises, at)
         others = others[np.isfinite(others)]
-        if onset is None or onset.subject not in ("data", "losses") or onset.is_nonfinite:
+        is_high = self._was_loss_high  # so far, its onset may need one more step
+        if onset is not None:
+            is_high = onset.subject in ("data", "losses") and not onset.is_nonfinite
+        if not is_high:
             return False
         if len(others) < LEAST_LAYERS - 1:
             return False
@@ -1074,6 +1196,59 @@ class OnsetTracker:
         subject: Subject = "optimizer" if is_of_few else "lr"
         where = self._names[at] if is_of_few else ""
         self._add_outlier(14, subject, where, "update_norm", *numbers, steps_back=1)
+
+
+def _find_second_data(steps: Sequence[_BadStep], where: str) -> _SeriesOutlier | None:
+    """Return the second of two data problems of a high loss that ended at once; None for one.
+
+    Either only one concerns all ranks, or the gradients of the later one are larger.
+
+    Args:
+        steps: the first steps of the loss.
+        where: location of both, unless their ranks differ.
+    """
+    if len(steps) < 2 * _LEAST_APART:
+        return None
+    if any(each.rank_alone >= 0 and each.of_rank[2] > SIGMAS for each in steps):
+        return _find_other_ranks(steps)
+    at = _find_larger_gradients([each.norm for each in steps])
+    if at is None:
+        return None
+    return _SeriesOutlier(steps[at].step, 10, "data", where, "loss", *steps[at].loss, True)
+
+
+def _find_other_ranks(steps: Sequence[_BadStep]) -> _SeriesOutlier | None:
+    """Return the second data problem if one concerns one rank and the other all ranks.
+
+    Each is seen without the other: the first at the beginning, the second also at the end.
+    """
+    alone = [each.rank_alone for each in steps]
+    first, last = set(alone[:_LEAST_APART]), set(alone[-_LEAST_APART:])
+    if len(first) == 1 and min(first) >= 0:
+        num = next((i for i, each in enumerate(steps) if each.is_of_others), len(steps))
+        num_others = sum(each.is_of_others for each in steps[num:])
+        if num_others >= _LEAST_APART and max(alone[num:]) < 0:
+            at = steps[num]
+            return _SeriesOutlier(at.step, 10, "data", "", "loss", *at.of_others, True)
+    elif len(last) == 1 and min(last) >= 0:
+        rank = min(last)
+        num = max((i + 1 for i, each in enumerate(steps) if each.rank != rank), default=0)
+        if num >= _LEAST_APART and all(each.is_of_others for each in steps[:num]):
+            at, where = steps[num], f"rank:{rank}"
+            return _SeriesOutlier(at.step, 9, "data", where, "rank_loss", *at.of_rank, True)
+    return None
+
+
+def _find_larger_gradients(norms: Sequence[float]) -> int | None:
+    """Return the index from which all gradient norms are larger, by more than each part varies."""
+    if min(norms) <= 0.0:
+        return None
+    for at in range(_LEAST_APART, len(norms) - _LEAST_APART + 1):
+        before, after = norms[:at], norms[at:]
+        spread = max(max(part) / min(part) for part in (before, after))
+        if min(after) / max(before) > max(_OTHER_DATA, spread):
+            return at
+    return None
 
 
 def _logarithm(values: Floats) -> Floats:

@@ -79,7 +79,8 @@ class LayerConfig(Settings, frozen=True, kw_only=True):
     weak_ratio: Annotated[float, Meta(ge=1.5, le=1e6)] = 6.0
     """The same, reported after ``persistence`` samples in a row."""
     persistence: AtLeastOne = 3
-    """Samples in a row above ``weak_ratio`` that are reported."""
+    """Samples in a row above ``weak_ratio`` that are reported. After as many below it, the problem
+    is over."""
     sigmas: Annotated[float, Meta(ge=1.0, le=1e3)] = 8.0
     """The layer must also deviate by this many of its own standard deviations."""
     least_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
@@ -113,6 +114,11 @@ class LayerOutlierWatcher(LastingWatcher):
         super().__init__(self._config.clear_after)
         self._weak = math.log(self._config.weak_ratio)
         self._courses: dict[str, LayerTrend] = {}
+
+    @property
+    def goes_on(self) -> bool:
+        """Return whether a layer still stands out: over after fewer samples than a new report."""
+        return self._episode.on and self._episode.num_absent < self._config.persistence
 
     def _layer_values(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         """Return the judged number of every layer that has one above zero."""
@@ -215,7 +221,7 @@ class LayerGradientWatcher(LayerOutlierWatcher):
     def goes_on(self) -> bool:
         """Return whether a reported layer's gradients still explode, or are still 0."""
         courses = self._courses.values()
-        return self._episode.on or any(-c.streak >= self._zeros_needed(c) for c in courses)
+        return super().goes_on or any(-c.streak >= self._zeros_needed(c) for c in courses)
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         """Judge the gradients of a merged step's layers: exploded, or 0 for long."""
