@@ -557,6 +557,13 @@ def test_chosen_completions_that_become_improbable():
     assert "expect()" in finding.reason
 
 
+def test_a_smaller_fall_is_reported_of_pairs_that_are_not_told_apart():
+    (finding,) = judged(preferences(fall=0.8, accuracy=0.5), task="dpo")
+    assert "preference" == finding.cause
+    assert [] == judged(preferences(fall=0.8, accuracy=0.7), task="dpo")
+    assert [] == judged(preferences(fall=0.3, accuracy=0.5), task="dpo")
+
+
 @pytest.mark.parametrize("task", ["dpo", "cpo", "orpo"])
 def test_sums_of_longer_completions_are_silent(task: str):
     rewards: dict[str, list[float]] = {

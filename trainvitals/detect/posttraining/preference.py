@@ -21,6 +21,10 @@ _LEAST_CERTAIN = 0.94
 """Accuracy that must be certain. After 85 pairs without a mistake it is."""
 _PER_TOKEN = -5.0
 """Log-probability above which it is the mean of the tokens: sums of whole completions are lower."""
+_UNDECIDED = 0.6
+"""Accuracy below which pairs are not told apart."""
+_TIMES_UNDECIDED = 1.5
+"""Factor to which the negative log-probability may then grow: nothing is learned in return."""
 _LEAST_BETA = 0.05
 """Beta with which the fall of the chosen reward must explain that of a sum of log-probabilities.
 The scalars do not contain beta; in healthy runs with 0.1 the reward falls by less than a third."""
@@ -39,11 +43,12 @@ class PreferenceWatcher(PostTrainingWatcher):
     """Reports chosen completions that become improbable, and pairs that need no training.
 
     In DPO both log-probabilities usually fall somewhat. Reported is a chosen one whose negative
-    doubled while the rejected one fell too. A sum over the tokens also falls if completions get
-    longer, so the chosen reward must have fallen as much, with a beta of at least 0.05; without
-    that reward only a mean over the tokens (above -5) is judged. In DPO and reward models an
-    accuracy of at least 98% from the start means that the pairs differ in something trivial, such
-    as a template or the length. It needs the first steps, and about 85 pairs.
+    doubled while the rejected one fell too; 1.5 times is enough if the accuracy is below 0.6. A sum
+    over the tokens also falls if completions get longer, so the chosen reward must have fallen as
+    much, with a beta of at least 0.05; without that reward only a mean over the tokens (above -5)
+    is judged. In DPO and reward models an accuracy of at least 98% from the start means that the
+    pairs differ in something trivial, such as a template or the length. It needs the first steps,
+    and about 85 pairs.
     """
 
     name = "preference"
@@ -51,6 +56,7 @@ class PreferenceWatcher(PostTrainingWatcher):
         "_chosen",
         "_rejected",
         "_rewards",
+        "_accuracies",
         "_first",
         "_first_at",
         "_early",
@@ -66,6 +72,7 @@ class PreferenceWatcher(PostTrainingWatcher):
         self._chosen: deque[float] = deque(maxlen=window)
         self._rejected: deque[float] = deque(maxlen=window)
         self._rewards: deque[float] = deque(maxlen=window)
+        self._accuracies: deque[float] = deque(maxlen=window)
         self._first: list[float] = []
         """First levels of both log-probabilities, and of the chosen reward if there is one."""
         self._first_at = -1
@@ -106,6 +113,7 @@ class PreferenceWatcher(PostTrainingWatcher):
         self._chosen.clear()
         self._rejected.clear()
         self._rewards.clear()
+        self._accuracies.clear()
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
         """Judge the pairs of a logged step: accuracy at the start, then log-probabilities."""
@@ -157,6 +165,9 @@ class PreferenceWatcher(PostTrainingWatcher):
         reward = quantity(merged, names.CHOSEN_REWARD) if self._has_reference else None
         if reward is not None:
             self._rewards.append(reward)
+        accuracy = quantity(merged, names.ACCURACY)
+        if accuracy is not None:
+            self._accuracies.append(accuracy)
         self._chosen.append(chosen)
         self._rejected.append(rejected)
         if len(self._chosen) < self._config.window:
@@ -171,7 +182,7 @@ class PreferenceWatcher(PostTrainingWatcher):
         first_reward = self._first[2] if len(self._first) > 2 else None
         if not is_mean and (reward_level is None or first_reward is None):
             return ()  # unknown: longer completions have lower sums too
-        first, limit = self._first[0], self._config.chosen_times * self._first[0]
+        first, limit = self._first[0], self._times() * self._first[0]
         is_improbable = level <= limit and other <= self._first[1]
         if reward_level is not None and first_reward is not None and not is_mean:
             is_improbable &= reward_level <= min(first_reward, 0.0) - _LEAST_BETA * (first - limit)
@@ -185,6 +196,13 @@ class PreferenceWatcher(PostTrainingWatcher):
             "add an SFT term (rpo_alpha). If the data changed, announce it with expect()"
         )
         return self._begin_condition(merged, reason, value=level, limit=limit)
+
+    def _times(self) -> float:
+        """Return the factor to which the chosen completions' negative log-probability may grow."""
+        is_full = len(self._accuracies) == len(self._chosen)
+        if is_full and upper_median(self._accuracies) < _UNDECIDED:
+            return min(self._config.chosen_times, _TIMES_UNDECIDED)
+        return self._config.chosen_times
 
 
 class OverconfidenceWatcher(PostTrainingWatcher):

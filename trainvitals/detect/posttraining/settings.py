@@ -67,7 +67,8 @@ class PostTrainingConfig(Settings, frozen=True, kw_only=True):
     held_out_values: Annotated[int, Meta(ge=2)] = 3
     """Consecutive evaluations that must show it."""
     chosen_times: AboveOne = 2.0
-    """Growth of the chosen completions' negative log-probability that is reported."""
+    """Growth of the chosen completions' negative log-probability that is reported. At most 1.5 is
+    needed while the accuracy is below 0.6."""
     leak_accuracy: Share = 0.98
     """Mean accuracy of the first steps that only a leak, or a trivial difference, explains."""
     leak_steps: AtLeastOne = 100
