@@ -373,10 +373,16 @@ def test_a_policy_that_loses_its_entropy_at_once_without_a_gain_is_reported_with
     assert {"policy_collapse"} == {cause for run in runs for _, cause in run}
 
 
-@pytest.mark.parametrize(("gain", "num_rises"), [(0.5, 3), (0.3, 8), (0.3, 16)])
-def test_a_gain_that_comes_before_the_entropy_is_low_is_silent(gain: float, num_rises: int):
+@pytest.mark.parametrize(
+    ("gain", "num_rises", "num_falls"),
+    [(0.5, 3, 16), (0.3, 8, 16), (0.3, 16, 16), (0.5, 40, 8), (1.0, 60, 16)],
+)
+def test_a_gain_that_comes_before_or_long_after_the_entropy_is_low_is_silent(
+    gain: float, num_rises: int, num_falls: int
+):
     runs = [
-        judged(without_signal(gain, seed, num_falls=16, num_rises=num_rises)) for seed in range(20)
+        judged(without_signal(gain, seed, num_falls=num_falls, num_rises=num_rises))
+        for seed in range(20)
     ]
     assert 1 >= sum(bool(run) for run in runs)
 

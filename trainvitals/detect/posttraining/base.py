@@ -66,6 +66,8 @@ _FEW = 30
 """Rewards before: if the entropy was lost in as many, a success is larger than the noise."""
 _GAINED = 2.5
 """Standard errors of a rise of the reward that may be a gain."""
+_RISES = 1.0
+"""Student's t of the reward's trend from which a slow gain is likely."""
 _MAX_MILESTONES = 16
 _NUM_OF_TREND = 6
 """Numbers in the state of a trend."""
@@ -297,7 +299,7 @@ class RewardCourse(ValueCourse):
         """Return whether a policy with little entropy gained no reward.
 
         A gain may come before the entropy is low: the rewards before and after each moment until
-        then are compared.
+        then are compared. It may also be slow: the trend must not rise.
 
         Args:
             num_before: rewards from before the entropy was low. With more than a few, a slow gain
@@ -306,6 +308,8 @@ class RewardCourse(ValueCourse):
         values, noise = list(self._values), self.noise
         is_early = _SHORT <= num_before <= _FEW and self.num == len(values)
         if not is_early or len(values) < num_before + _LOW_VALUES or self._is_at_bound:
+            return False
+        if self._trend.t(0.0) >= _RISES:
             return False
         return not any(
             _has_gained(values[:num], values[num:], noise) for num in range(_FIRST, num_before + 1)
