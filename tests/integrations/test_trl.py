@@ -71,7 +71,7 @@ class Seen(TrainerCallback):
         self.bad, self.parameters, self.logs = bad, [], []
 
     def on_train_begin(self, args, state, control, model, **kwargs):
-        # Not at the start of a step: PPO's trainer does not say when one starts.
+        # PPO's trainer has no callback at the start of a step.
         parameter = next(p for p in model.parameters() if p.requires_grad)
         parameter.register_hook(self.spoil)
 

@@ -107,7 +107,7 @@ class VitalsCallback(TrainerCallback, ExportableState):
             if not is_off(options):
                 if not hasattr(optimizer, "accelerator_state"):
                     raise UsageError(
-                        "VitalsCallback() does not know its trainer, which has a loop of its own",
+                        "VitalsCallback() does not know its trainer, whose loop differs from Trainer's",
                         hint="trainer.add_callback(VitalsCallback(trainer))",
                     )
                 accelerate.refuse_accelerate_loop(
@@ -124,8 +124,8 @@ class VitalsCallback(TrainerCallback, ExportableState):
                 model, plain, scaler=getattr(optimizer, "scaler", None), **options
             )
         # TRL's PPO passes the optimizer that its accelerator was given, without the wrapper.
-        own = getattr(trainer, "optimizer", None)
-        if accelerate.unwrap_optimizer(own) is not accelerate.unwrap_optimizer(optimizer):
+        prepared = getattr(trainer, "optimizer", None)
+        if accelerate.unwrap_optimizer(prepared) is not accelerate.unwrap_optimizer(optimizer):
             raise UsageError(
                 f"VitalsCallback was given {name_type(trainer)} which is not the trainer "
                 "that it was added to",
@@ -142,7 +142,7 @@ class VitalsCallback(TrainerCallback, ExportableState):
         attached, self._hooks = accelerate.guard_accelerator(
             trainer.accelerator,
             trainer.model if has_own_loop else trainer.model_wrapped,
-            [own],
+            [prepared],
             options=options,
             parts=not has_own_loop,
         )
