@@ -107,8 +107,8 @@ class VitalsCallback(TrainerCallback, ExportableState):
             if not is_off(options):
                 if not hasattr(optimizer, "accelerator_state"):
                     raise UsageError(
-                        "VitalsCallback() does not know its trainer, which does not use the loop of "
-                        "transformers.Trainer",
+                        "VitalsCallback() does not know its trainer, which does not use the loop "
+                        "of transformers.Trainer",
                         hint="trainer.add_callback(VitalsCallback(trainer))",
                     )
                 accelerate.refuse_accelerate_loop(
