@@ -221,10 +221,11 @@ def onset_sentence(onset: Onset) -> str:
     first_moved = f"Moved first: {_onset_text(onset)} {at}{_onset_values_text(onset)}."
     if not onset.is_cause:
         first_moved += " Not enough was measured to tell why: `watch(signals=...)` measures more."
-    apart = [effect for effect in onset.next if effect.series == RESET_MOMENTS]
-    for effect in apart[:1] if onset.subject == "data" else ():  # it does not follow from data
-        first_moved += f" Also found: {_effect_text(effect)} by step {effect.step:,}."
-    later = [effect for effect in onset.next if effect.step > onset.step and effect not in apart]
+    resets = (effect for effect in onset.next if effect.series == RESET_MOMENTS)
+    apart = next(resets, None) if onset.subject == "data" else None  # does not follow from data
+    if apart is not None:
+        first_moved += f" Also found: {_effect_text(apart)} by step {apart.step:,}."
+    later = [effect for effect in onset.next if effect.step > onset.step and effect != apart]
     if later:
         listed = "; ".join(
             f"{_effect_text(effect)} at step {effect.step:,}" for effect in later[:_MAX_TOLD]

@@ -210,7 +210,7 @@ def _split_second(
         return [members]
     before = [item for item in members if item not in later]
     later = [item._replace(onset=max(item.onset, start.step)) for item in later]
-    return [before, sorted(later, key=_item_sort_key)]
+    return [before, *_split_second(sorted(later, key=_item_sort_key), seconds)]
 
 
 SETTING_CAUSES = ("lr_jump",)

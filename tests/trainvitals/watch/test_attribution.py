@@ -480,6 +480,35 @@ def test_a_second_problem_of_the_data_is_an_onset_of_its_own(steps, second):
         assert second == named(tracker, second[0])
 
 
+def test_a_rollback_during_a_high_loss_does_not_show_that_its_data_were_bad():
+    tracker = OnsetTracker()
+    for number in range(BAD + 5):
+        step = bare(healthy(number))
+        if number >= BAD:
+            step = change(step, ranks={("rank_loss", rank): 9.0 for rank in range(4)})
+        tracker.update(step)
+    for number in range(BAD - 20, BAD + 20):
+        step = msgspec.structs.replace(bare(healthy(number)), attempt=2)
+        if BAD <= number < BAD + 3:  # again, with larger gradients
+            ranks = {("rank_loss", rank): 9.0 for rank in range(4)}
+            step = change(step, run={"grad_norm": 50.0}, ranks=ranks)
+        tracker.update(step)
+    seen_onsets = [(o.attempt, o.step, o.subject) for o in tracker.onsets]
+    assert [(1, BAD, "losses"), (2, BAD, "data")] == seen_onsets
+
+
+def test_a_nan_after_a_huge_update_has_the_update_as_its_cause():
+    tracker = OnsetTracker()
+    for number in range(BAD + 3):
+        step = healthy(number)
+        if number == BAD + 1:
+            step = change(step, layers={("h.2", "update_norm"): 1e5})
+        if number >= BAD + 1:
+            step = change(step, ranks={("rank_loss", rank): math.nan for rank in range(4)})
+        tracker.update(step)
+    assert (BAD, "h.2") == (named(tracker, BAD + 1)[0], named(tracker, BAD + 1)[2])
+
+
 def test_a_layer_that_freezes_while_a_loss_is_only_becoming_an_outlier_has_its_own_onset():
     """The third high loss in a row makes the first the onset; the layer changed in the third."""
 
@@ -502,9 +531,10 @@ def test_a_layer_that_freezes_while_a_loss_is_only_becoming_an_outlier_has_its_o
     ("norms", "expected"),
     [
         ({}, 460),
-        ({454: 1e-6}, 454),
-        ({456: 60.0, 457: 60.0}, 456),
-        ({452: 0.5, 456: 1e6, 457: 1e6}, 456),
+        (dict.fromkeys(range(454, 461), 1e-6), 454),
+        (dict.fromkeys(range(456, 461), 60.0), 456),
+        (dict.fromkeys(range(452, 456), 0.5) | dict.fromkeys(range(456, 461), 1e6), 456),
+        ({451: 1e-3} | dict.fromkeys(range(459, 461), 1e-6), 459),
     ],
 )
 def test_weights_inferred_between_two_rows_of_layers_moved_when_the_gradient_norm_did(

@@ -200,15 +200,16 @@ def test_the_layer_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("course", "lasting"),
+    ("course", "reported", "lasting"),
     [
-        ("500x1 1x9", [True] * 3 + [False] * 7),
-        ("500x2 1x2 500x1 1x5", [True] * 7 + [False] * 3),
-        ("500x10", [True] * 10),
+        ("500x1 1x9", [40], [True] * 3 + [False] * 7),
+        ("500x2 1x2 500x1 1x5", [40], [True] * 7 + [False] * 3),
+        ("500x1 1x5 500x4", [40, 46], [True] * 3 + [False] * 3 + [True] * 4),
+        ("500x10", [40], [True] * 10),
     ],
 )
-def test_a_layer_that_no_longer_stands_out_is_over_before_it_is_reported_again(
-    course: str, lasting: list[bool]
+def test_a_layer_that_no_longer_stands_out_is_over_and_reported_again(
+    course: str, reported: list[int], lasting: list[bool]
 ) -> None:
     rows = merged_series(
         "; ".join(f"h.{i}:grad_norm 1x40 {course if i == 2 else '1x10'}" for i in range(6))
@@ -217,7 +218,7 @@ def test_a_layer_that_no_longer_stands_out_is_over_before_it_is_reported_again(
     for row in rows:
         findings += watcher.update(row)
         goes_on.append(watcher.goes_on)
-    assert [40] == [finding.step for finding in findings]
+    assert reported == [finding.step for finding in findings]
     assert lasting == goes_on[40:]
 
 

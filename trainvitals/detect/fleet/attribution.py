@@ -81,6 +81,8 @@ _LEAST_APART = 2
 """Steps in which only one of two data problems is seen, of each."""
 _OTHER_DATA = 2.0
 """Ratio between the gradient norms of two kinds of bad data; each kind must vary by less."""
+_NORMS_IN = 3
+"""Gradient norms in range after which an earlier one out of it is no longer the same change."""
 _WRITTEN = 1e-9
 """Relative change from which a tensor was written. Untouched tensors have exactly 0."""
 _RENEWED = 16
@@ -403,7 +405,7 @@ DAMAGED_WEIGHT = "largest_weight"
 RESET_MOMENTS = "second_moments"
 """Series of an onset whose layer has second moments far below its gradients, read after a finding.
 Rows of ``moment_written_ratio`` without ``weight_written_ratio``, which a signal has as well."""
-_HIGH_LOSSES = (("losses", "loss"), ("data", "rank_loss"))
+_HIGH_LOSSES = (("losses", "loss"), ("data", "loss"), ("data", "rank_loss"))
 """Subject and series of the onsets of a finite loss whose end shows more about them."""
 _STATE_SERIES = frozenset(
     {
@@ -602,6 +604,8 @@ class OnsetTracker:
         self._norm_out: tuple[int, float] | None = None
         """Step, since the last normal rows of layers, from which the gradient norm is out, and its
         distance from the middle: a much larger distance is a change of its own."""
+        self._num_norms_in = 0
+        """Steps in a row whose gradient norm is in range."""
         self._low_share: _LowShare | None = None
         self._loss_height: tuple[float, bool] | None = None
         """Distance of the step's loss from its middle, and whether it is out."""
@@ -651,6 +655,9 @@ class OnsetTracker:
         if not follows and before[1] >= 0:  # a rollback or restart: no difference to the last step
             self._applied, self._total, self._num_high = None, math.nan, 0
             self._norm_out = self._low_share = None
+            # A loss that is normal again after a rollback does not show that data were bad.
+            self._loss_height = self._high_loss = self._reset = None
+            self._loss_bad, self._loss_after, self._bad_steps = [], [], []
         self._out, self._looked = [], []
         out, looked = self._out, self._looked
         self._find_setting_changes(merged)
@@ -660,6 +667,12 @@ class OnsetTracker:
             far = self._series["total"].distance
             if self._norm_out is None or far > self._norm_out[1] + _JUMP:
                 self._norm_out = merged.step, far
+        if not abs(self._series["total"].sigmas) <= SIGMAS:
+            self._num_norms_in = 0
+        else:
+            self._num_norms_in += 1
+            if self._num_norms_in >= _NORMS_IN:
+                self._norm_out = None
         norm = merged.run.get("grad_norm")
         is_lost = any(each.series == "loss" and each.value is None for each in out)
         is_lost |= norm is not None and not norm <= HUGE_WEIGHT
@@ -685,7 +698,8 @@ class OnsetTracker:
         # A loss may be known to be high only now; what changes in this step may be another problem.
         early = [each for each in out if each.step < merged.step]
         late = [each for each in out if each not in early]
-        is_split = self._numbers.onset is None and early and late
+        is_late_loss = any(each.series == "loss" for each in early)
+        is_split = self._numbers.onset is None and is_late_loss and late
         changed = False
         for part in (early, late) if is_split else (out,):
             changed |= self._update_episode(self._numbers, merged.attempt, part, is_old=is_old)
@@ -724,8 +738,9 @@ class OnsetTracker:
         """
         onset, last = self._numbers.onset, self._loss_height
         if onset is None or not (onset.is_nonfinite or onset.is_lasting or onset.is_apart):
+            is_here = onset is not None and onset.attempt == merged.attempt
             is_loss = onset is not None and (onset.subject, onset.series) in _HIGH_LOSSES
-            self._high_loss = onset if is_loss else None
+            self._high_loss = onset if is_here and is_loss else None
         if self._bad_step is not None and len(self._bad_steps) < _LONGEST_BATCHES:
             self._bad_steps.append(self._bad_step)
         if self._high_loss is None:
@@ -756,12 +771,16 @@ class OnsetTracker:
                 following = _merge_following_series(from_data, [self._reset])
                 from_data = msgspec.structs.replace(from_data, next=following)
             self._onsets[from_data.attempt, from_data.step, False] = from_data
-            if onset == high:
+            if onset is not None and (onset.attempt, onset.step) == (high.attempt, high.step):
                 self._numbers.onset = from_data
         second = _find_second_data(self._bad_steps, where)
-        if second is not None and second.step >= high.step:
-            onset = _build_onset(high.attempt, second, [], high.last_step, is_old=False)
-            self._onsets[high.attempt, second.step, False] = onset
+        if second is None or second.step < high.step:
+            return
+        key = (high.attempt, second.step, False)
+        if key in self._onsets and self._onsets[key].subject not in ("data", "losses"):
+            return
+        last = max(high.last_step, self._bad_steps[-1].step)
+        self._onsets[key] = _build_onset(high.attempt, second, [], last, is_old=False)
 
     def _update_episode(
         self, episode: _OnsetEpisode, attempt: int, out: Sequence[_SeriesOutlier], *, is_old: bool
@@ -1128,11 +1147,13 @@ class OnsetTracker:
             return
         shift = np.where(moved, shares - middle[: len(norms)], 0.0)
         low, high = int(np.argmin(shift)), int(np.argmax(shift))
-        since, is_second = self._date_low_share(low, norms)
         rest = np.delete(away, low)[np.isfinite(np.delete(away, low))]
         common = float(np.median(rest)) if len(rest) else 0.0
         is_alone = common > _SHIFT and rest.min() > common / 2 > abs(away[low])
         is_apart = is_first and (is_next or is_alone) and self._is_apart(low, rises)
+        since, is_second = self._key[1], False
+        if moved[low]:
+            since, is_second = self._date_low_share(low, norms)
         if moved[low] and (is_alone or is_apart):
             back, is_apart = self._key[1] - since, is_apart or is_second
             numbers = (math.exp(common), 1.0, float(abs(z[low])))
@@ -1154,7 +1175,7 @@ class OnsetTracker:
         """
         if self._low_share is None or self._low_share.layer != layer:
             step, since = self._key[1], None if self._norm_out is None else self._norm_out[0]
-            rise = math.log(np.linalg.norm(norms[np.isfinite(norms)])) - self._total
+            rise = _log(math.hypot(*norms[np.isfinite(norms)])) - self._total
             is_second = self._was_loss_high and since in (None, step) and rise > _JUMP
             self._low_share = _LowShare(layer, step if since is None else since, is_second)
         return self._low_share.since, self._low_share.is_second
@@ -1227,7 +1248,7 @@ def _find_other_ranks(steps: Sequence[_BadStep]) -> _SeriesOutlier | None:
     if len(first) == 1 and min(first) >= 0:
         num = next((i for i, each in enumerate(steps) if each.is_of_others), len(steps))
         num_others = sum(each.is_of_others for each in steps[num:])
-        if num_others >= _LEAST_APART and max(alone[num:]) < 0:
+        if num_others >= _LEAST_APART and max(alone[num:]) < 0 and _is_as_high(steps[num]):
             at = steps[num]
             return _SeriesOutlier(at.step, 10, "data", "", "loss", *at.of_others, True)
     elif len(last) == 1 and min(last) >= 0:
@@ -1237,6 +1258,12 @@ def _find_other_ranks(steps: Sequence[_BadStep]) -> _SeriesOutlier | None:
             at, where = steps[num], f"rank:{rank}"
             return _SeriesOutlier(at.step, 9, "data", where, "rank_loss", *at.of_rank, True)
     return None
+
+
+def _is_as_high(bad: _BadStep) -> bool:
+    """Return whether the others' loss rose about as much; less may follow from the rank's data."""
+    other_loss, usual, _ = bad.of_others
+    return other_loss - usual > (bad.of_rank[0] - usual) / 4
 
 
 def _find_larger_gradients(norms: Sequence[float]) -> int | None:

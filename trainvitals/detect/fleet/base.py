@@ -110,11 +110,6 @@ class ConditionEpisode(StatefulRow):
         self._absent = 0
         self.on = False
 
-    @property
-    def num_absent(self) -> int:
-        """Return how many judgements in a row have found the condition absent."""
-        return self._absent
-
     def begins(self, present: bool) -> bool:
         """Add whether the condition of a fleet detector holds; return whether an episode starts."""
         if present:

@@ -79,8 +79,7 @@ class LayerConfig(Settings, frozen=True, kw_only=True):
     weak_ratio: Annotated[float, Meta(ge=1.5, le=1e6)] = 6.0
     """The same, reported after ``persistence`` samples in a row."""
     persistence: AtLeastOne = 3
-    """Samples in a row above ``weak_ratio`` that are reported. After as many below it, the problem
-    is over."""
+    """Samples in a row above ``weak_ratio`` that are reported."""
     sigmas: Annotated[float, Meta(ge=1.0, le=1e3)] = 8.0
     """The layer must also deviate by this many of its own standard deviations."""
     least_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
@@ -91,8 +90,9 @@ class LayerConfig(Settings, frozen=True, kw_only=True):
     """Weight of a new sample in the trend."""
     accept_after: int = 30
     """Samples in a row that stand out, after which they become the layer's new trend."""
-    clear_after: AtLeastOne = 20
-    """Samples in which no layer stands out, after which it can be reported again."""
+    clear_after: AtLeastOne = 3
+    """Samples in which no layer stands out, after which the problem is over and can be reported
+    again."""
 
 
 LEAST_LAYERS = 4
@@ -114,11 +114,6 @@ class LayerOutlierWatcher(LastingWatcher):
         super().__init__(self._config.clear_after)
         self._weak = math.log(self._config.weak_ratio)
         self._courses: dict[str, LayerTrend] = {}
-
-    @property
-    def goes_on(self) -> bool:
-        """Return whether a layer still stands out: over after fewer samples than a new report."""
-        return self._episode.on and self._episode.num_absent < self._config.persistence
 
     def _layer_values(self, layers: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         """Return the judged number of every layer that has one above zero."""
