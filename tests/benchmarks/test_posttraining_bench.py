@@ -55,6 +55,8 @@ def test_a_report_before_the_loss_and_the_wait_after_a_low_entropy_are_counted()
     toy = Outcome(
         kind="reward without signal", seed=1, findings=[(50, "policy_collapse")], low_entropy_at=38
     )
+    silent = Outcome(kind="SFT, few rows", seed=5)
+    assert [True, False, True, False] == [o.is_in_time for o in (early, late, toy, silent)]
     rows = rows_of([early, late, toy])
     assert 50 == rows["faults reported before a tenth of the success was lost, held-out seeds"]
     assert 12 == rows["from a tenth of the entropy to the report, longest, held-out seeds"]

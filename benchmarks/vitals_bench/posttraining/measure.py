@@ -86,6 +86,17 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         first = self.findings[0][0] if self.findings else 0
         return self.delay is not None and self.delay == first - KINDS[self.kind].onset
 
+    @property
+    def is_in_time(self) -> bool:
+        """Whether it is reported before a tenth of the success is lost, or in that step.
+
+        With a reward that is noise there is no success to lose.
+        """
+        is_lost = self.lost_at is not None and self.kind != _TOY
+        return self.reported_at is not None and (
+            not is_lost or self.reported_at <= (self.lost_at or 0)
+        )
+
 
 def train(name: str, seed: int) -> Outcome:
     """Train a kind once with the library in the loop; return its reports."""
@@ -213,6 +224,12 @@ def _of_part(title: str, outcomes: Sequence[Outcome]) -> Iterator[Row]:
             name=f"from the onset to the report, median, {title}",
             ours=statistics.median(delays), unit="steps", note=f"longest: {max(delays)}",
         )  # fmt: skip
+    in_time = [o for o in faulty if o.is_in_time]
+    yield Row(
+        name=f"faults reported by the step in which a tenth of the success is lost, {title}",
+        ours=100 * len(in_time) / len(faulty) if faulty else None, unit="%", goal=at_least(90),
+        note=f"{len(in_time)} of {len(faulty)}",
+    )  # fmt: skip
     lost = [o for o in faulty if o.lost_at is not None and o.kind != _TOY]
     num_before = sum(o.reported_at is not None and o.reported_at <= (o.lost_at or 0) for o in lost)
     num_same = sum(o.reported_at == o.lost_at for o in lost)
