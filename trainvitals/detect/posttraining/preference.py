@@ -22,7 +22,7 @@ _LEAST_CERTAIN = 0.94
 _PER_TOKEN = -5.0
 """Log-probability above which it is the mean of the tokens: sums of whole completions are lower."""
 _UNDECIDED = 0.6
-"""Accuracy below which pairs are not told apart."""
+"""Accuracy below which nothing distinguishes the pairs."""
 _TIMES_UNDECIDED = 1.5
 """Factor to which the negative log-probability may then grow: nothing is learned in return."""
 _LEAST_BETA = 0.05
