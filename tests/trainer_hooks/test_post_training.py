@@ -104,6 +104,23 @@ def test_the_samples_of_the_step_where_it_began_are_stored_and_only_there():
     assert [] == [p for p in others if b"completion 4" in p.read_bytes()]
 
 
+def test_scalars_from_before_the_first_samples_count_too():
+    """The collector has them: with them the entropy is low before step 50."""
+
+    def falling(step: int) -> dict[str, float]:
+        entropy = 3.0 if step < 20 else 0.2 if step < 50 else 0.01
+        return scalars(step) | {"entropy": entropy}
+
+    loop = a_loop()
+    with loop.monitor as monitor:
+        events = events_of(monitor)
+        train(loop, 20, falling)
+        train(loop, 80, falling, samples=True)
+        until(lambda: any(isinstance(e, Note) and e.code == "completions" for e in events))
+    (path,) = (run_of(monitor).run_dir.path / FOLDER).iterdir()
+    assert LOW <= json.loads(path.read_text())["onset_step"] < 50
+
+
 def test_a_collapse_halts_with_a_checkpoint_if_the_run_was_told_to(tmp_path):
     loop = a_loop(on_collapse="stop", checkpoints=tmp_path / "kept")
     with pytest.raises(TrainingHalted), loop.monitor as monitor:
@@ -278,7 +295,8 @@ def test_scalars_that_are_logged_after_the_gradients_were_measured_count_for_the
 
 def test_each_finding_is_judged_once_even_right_after_another():
     """In observe mode the run continues, and steps in flight repeat a number."""
-    feature = PostTrainingFeature(SimpleNamespace(given=SimpleNamespace(on_collapse="report")), "")
+    given = SimpleNamespace(on_collapse="report")
+    feature = PostTrainingFeature(SimpleNamespace(given=given, is_rank0=False), "")
     kinds = []
     for step, number in enumerate([0.0, 1.0, 1.0, 2.0, 2.0, 0.0, 1.0]):
         returned = SimpleNamespace(

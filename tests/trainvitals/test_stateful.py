@@ -206,8 +206,8 @@ OF_SCALARS = {
     "reward_at_best milestones",
     "policy_ratio": "place episode beyond_since clipped ratio",
     "sampler_gap": "place episode beyond_since gap",
-    "preference": "place episode beyond_since chosen rejected rewards first first_at early "
-    "first_step num_pairs is_start_judged",
+    "preference": "place episode beyond_since chosen rejected rewards accuracies first first_at "
+    "early first_step num_pairs is_start_judged",
     "overconfidence": "place episode beyond_since margins accuracies accuracy loss num_worse",
     "memorized": "place episode beyond_since recent evaluated best best_step drops last_epoch "
     "start start_at is_start_judged",

@@ -6,6 +6,7 @@ them only if it was asked to act: with ``watch(on_collapse="stop")``, or if the 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -17,6 +18,8 @@ from trainvitals.detect.posttraining.names import COLLAPSES, TASKS, is_of_policy
 from trainvitals.io.completions import StoredCompletions
 from trainvitals.records import AttemptStarted, Finding
 
+_MAX_EARLY = 256
+"""Scalars that are kept until the loop first passes samples, which may be after these scalars."""
 UNSEEN_AFTER = 100
 """Steps without a known scalar after which a run with ``on_collapse="stop"`` logs a warning."""
 
@@ -40,8 +43,12 @@ class PostTrainingFeature(StepFeature):
         """Finding that no vector has returned yet; only on rank 0."""
         self._last_number = 0
         """Number that the latest vector returned."""
+        self._early: deque[tuple[str, float, int, int]] = deque(maxlen=_MAX_EARLY)
+        """Scalars with step and attempt from before the first samples; only on rank 0."""
         self._num_unseen = 0
         """Steps so far in which no known scalar had been recorded; only on rank 0."""
+        if run.is_rank0:
+            run.emitter.add_scalar_observer(self._observe)
         if self._stops:
             self._listen()
 
@@ -58,7 +65,9 @@ class PostTrainingFeature(StepFeature):
         if self._judge is None and self._run.is_rank0:
             self._judge = _ScalarJudge(self._task)
             self._restore_detectors(self._judge)
-            self._run.emitter.add_scalar_observer(self._observe)
+            for name, value, step, attempt in self._early:
+                self._observe(name, value, step=step, attempt=attempt)
+            self._early.clear()
 
     def _restore_detectors(self, judge: _ScalarJudge) -> None:
         """Continue the detectors from a checkpoint; if another version saved it, start again."""
@@ -67,9 +76,11 @@ class PostTrainingFeature(StepFeature):
 
     def _observe(self, name: str, value: float, *, step: int, attempt: int) -> None:
         """Collect a scalar that the loop recorded on rank 0, for the detectors."""
-        if self._judge is not None:
-            with self._run.faults.fail_open("post_training"):
-                self._judge.observe(name, value, step=step, attempt=attempt)
+        if self._judge is None:
+            self._early.append((name, value, step, attempt))
+            return
+        with self._run.faults.fail_open("post_training"):
+            self._judge.observe(name, value, step=step, attempt=attempt)
 
     # ------------------------------------------------------------------------------- samples
 
@@ -165,6 +176,7 @@ class PostTrainingFeature(StepFeature):
 
     def on_change_expected(self, num_steps: int) -> None:
         """Compare later scalars with new levels: a change was announced."""
+        self._early.clear()
         if self._judge is not None:
             self._judge.expect_change()
 

@@ -563,6 +563,14 @@ def test_chosen_completions_that_become_improbable():
     assert "expect()" in finding.reason
 
 
+def test_a_fall_in_the_first_steps_is_compared_with_the_first_values():
+    rows = preferences(fall=2.0)
+    sudden = [*rows[:2], rows[10], rows[30], *[rows[-1]] * 40]
+    (finding,) = judged(sudden, task="dpo")
+    assert (14, "preference") >= (finding.step, finding.cause)
+    assert "fell from -2" in finding.reason
+
+
 def test_a_smaller_fall_is_reported_of_pairs_that_are_not_told_apart():
     (finding,) = judged(preferences(fall=0.8, accuracy=0.5), task="dpo")
     assert "preference" == finding.cause

@@ -21,6 +21,8 @@ _LEAST_CERTAIN = 0.94
 """Accuracy that must be certain. After 85 pairs without a mistake it is."""
 _PER_TOKEN = -5.0
 """Log-probability above which it is the mean of the tokens: sums of whole completions are lower."""
+_FIRST_VALUES = 3
+"""Values whose medians are the first levels: with a high learning rate the fall begins at once."""
 _UNDECIDED = 0.6
 """Accuracy below which nothing distinguishes the pairs."""
 _TIMES_UNDECIDED = 1.5
@@ -170,14 +172,16 @@ class PreferenceWatcher(PostTrainingWatcher):
             self._accuracies.append(accuracy)
         self._chosen.append(chosen)
         self._rejected.append(rejected)
-        if len(self._chosen) < self._config.window:
+        num, has_rewards = len(self._chosen), len(self._rewards) == len(self._chosen)
+        if not self._first and num < _FIRST_VALUES:
             return ()
         level, other = upper_median(self._chosen), upper_median(self._rejected)
-        has_rewards = len(self._rewards) == len(self._chosen)
         reward_level = upper_median(self._rewards) if has_rewards else None
         if not self._first:
             self._first = [level, other, *([] if reward_level is None else [reward_level])]
             self._first_at = merged.step
+        if num < self._config.window:
+            return ()
         is_mean = self._first[0] > _PER_TOKEN
         first_reward = self._first[2] if len(self._first) > 2 else None
         if not is_mean and (reward_level is None or first_reward is None):
