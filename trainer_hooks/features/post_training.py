@@ -44,7 +44,7 @@ class PostTrainingFeature(StepFeature):
         self._last_number = 0
         """Number that the latest vector returned."""
         self._early: deque[tuple[str, float, int, int]] = deque(maxlen=_MAX_EARLY)
-        """Scalars with step and attempt from before the first samples; only on rank 0."""
+        """Scalars from before the first samples, each with its step and attempt; only on rank 0."""
         self._num_unseen = 0
         """Steps so far in which no known scalar had been recorded; only on rank 0."""
         if run.is_rank0:
