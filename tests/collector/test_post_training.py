@@ -1,11 +1,13 @@
 """A post-training run that collapses, as its commands show it: quantities first, loss last."""
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from tests.collector.lookback import finding
 from tests.collector.rows import RUN, Writer
 from tests.support.cli import leave, vitals
 from trainvitals.catalog import SCALARS_SCHEMA
@@ -75,6 +77,21 @@ def test_show_has_the_incident_with_its_next_action_and_draws_the_loss_last(
     assert f"`vitals why {RUN} {ONSET}`" in text
     curves = [f"{name}: 111 steps" for name in ("reward", "kl", "completions/mean_length")]
     assert in_order(text, *curves, "gradient norm: 111 steps", "loss: 111 steps")
+
+
+def test_show_lists_all_incidents_if_there_is_not_only_the_one_of_the_verdict(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    header = "FROM STEP TO STEP SEVERITY STATE INCIDENT"
+    assert header not in said_by(capsys, "show", folder)
+    later = finding("plateau", LAST, level="advisory", cause="plateau", onset_step=LAST - 2)
+    leave(folder, Writer("rank:1", world_size=1).events(later, step=LAST))
+    text = said_by(capsys, "show", folder)
+    (place,) = [match.end() for match in re.finditer(header, text)]
+    table = text[place : text.index("STEP ACTION", place)]
+    assert in_order(table, f"Plateau at step {LAST - 2}", f"Policy collapse at step {ONSET}")
+    shown = json.loads(said_by(capsys, "show", folder, "--format", "json"))
+    assert [LAST - 2, ONSET] == [line["onset_step"] for line in shown["incidents"]]
 
 
 def test_why_names_the_problem_where_it_began_and_where_it_was_certain(

@@ -324,14 +324,30 @@ def test_a_state_that_nothing_needs_yet_is_passed_on():
         assert {"watchers": {}} == feature.state_dict()
 
 
-def test_a_run_that_records_nothing_to_judge_is_warned_once(tmp_path, caplog):
-    loop = a_loop(on_collapse="stop", checkpoints=tmp_path / "kept")
+@pytest.mark.parametrize("recorded", [{"my_reward": 0.1}, {"loss": 2.0}, {"reward": math.nan}])
+def test_a_run_that_records_nothing_to_judge_is_warned_once(caplog, recorded):
+    loop = a_loop()
     with loop.monitor as monitor:
         events = events_of(monitor)
-        train(loop, UNSEEN_AFTER + 20, lambda step: {"my_reward": 0.1})
-    (note,) = [e for e in events if isinstance(e, Note) and e.code == "collapse_not_judged"]
+        train(loop, 2 * UNSEEN_AFTER, lambda step: recorded)
+    (note,) = [e for e in events if isinstance(e, Note) and e.code == "scalars_not_judged"]
     assert "monitor.observe(reward=..., entropy=..., kl=...)" in note.text
+    assert "on_collapse" not in note.text
     assert note.text in caplog.text
+
+
+def test_the_warning_of_missing_scalars_says_that_nothing_halts(tmp_path, caplog):
+    loop = a_loop(on_collapse="stop", checkpoints=tmp_path / "kept")
+    with loop.monitor:
+        train(loop, UNSEEN_AFTER, lambda step: {})
+    assert "on_collapse='stop' cannot halt the run" in caplog.text
+
+
+def test_a_run_whose_reward_comes_late_in_the_first_steps_is_not_warned(caplog):
+    loop = a_loop()
+    with loop.monitor:
+        train(loop, 2 * UNSEEN_AFTER, lambda step: {"reward": 1.0} if step == 50 else {})
+    assert "with a known name" not in caplog.text
 
 
 def test_a_rollback_restores_the_detectors_and_the_collapse_still_halts(tmp_path):

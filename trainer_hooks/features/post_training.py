@@ -6,6 +6,7 @@ them only if it was asked to act: with ``watch(on_collapse="stop")``, or if the 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -21,7 +22,7 @@ from trainvitals.records import AttemptStarted, Finding
 _MAX_EARLY = 256
 """Scalars that are kept until the loop first passes samples, which may be after these scalars."""
 UNSEEN_AFTER = 100
-"""Steps without a known scalar after which a run with ``on_collapse="stop"`` logs a warning."""
+"""Steps without a known, finite scalar after which a run of a task logs a warning."""
 
 
 class PostTrainingFeature(StepFeature):
@@ -45,8 +46,10 @@ class PostTrainingFeature(StepFeature):
         """Number that the latest vector returned."""
         self._early: deque[tuple[str, float, int, int]] = deque(maxlen=_MAX_EARLY)
         """Scalars from before the first samples, each with its step and attempt; only on rank 0."""
+        self._has_seen = False
+        """Whether a scalar was recorded that the detectors use; only on rank 0."""
         self._num_unseen = 0
-        """Steps so far in which no known scalar had been recorded; only on rank 0."""
+        """Steps before the first such scalar; only on rank 0."""
         if run.is_rank0:
             run.emitter.add_scalar_observer(self._observe)
         if self._stops:
@@ -76,6 +79,8 @@ class PostTrainingFeature(StepFeature):
 
     def _observe(self, name: str, value: float, *, step: int, attempt: int) -> None:
         """Collect a scalar that the loop recorded on rank 0, for the detectors."""
+        if not self._has_seen:
+            self._has_seen = is_read(name) and is_of_policy(name) and math.isfinite(value)
         if self._judge is None:
             self._early.append((name, value, step, attempt))
             return
@@ -128,13 +133,13 @@ class PostTrainingFeature(StepFeature):
 
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
         """Judge the scalars of earlier steps, and return the number of a finding that halts."""
+        if not self._has_seen:
+            self._report_unseen(step.step)
         if self._judge is None:
             return {}
         findings: list[Finding] = []
         with self._run.faults.fail_open("post_training"):
             findings = self._judge.judge(before_step=step.step, attempt=step.attempt)
-        if self._stops and not self._judge.has_read:
-            self._report_unseen(step.step)
         # First the halt, which must not depend on a file.
         lost = next((finding for finding in findings if finding.kind in COLLAPSES), None)
         if self._stops and self._pending is None:
@@ -147,15 +152,19 @@ class PostTrainingFeature(StepFeature):
         return {"collapse": 1.0 + COLLAPSES.index(self._pending.kind)}
 
     def _report_unseen(self, step: int) -> None:
-        """Warn once if ``on_collapse="stop"`` cannot halt, because the scalars are missing."""
+        """Warn once if nothing of a task can be judged, because its scalars are missing."""
         self._num_unseen += 1
         if self._num_unseen == UNSEEN_AFTER:
+            halts = ", and on_collapse='stop' cannot halt the run" if self._stops else ""
+            samples = TASKS[self._task].samples
+            names = "reward=..., entropy=..., kl=..." if samples else "accuracy=..., margin=..."
             text = (
-                f"on_collapse='stop' cannot halt this run: in {UNSEEN_AFTER} steps rank 0 recorded "
-                "no scalar with a known name; call monitor.observe(reward=..., entropy=..., "
-                "kl=...) on rank 0 (the guide on post-training lists the names)"
+                f"task={self._task!r}: in {UNSEEN_AFTER} steps rank 0 recorded no finite scalar "
+                f"with a known name, so only the loss and the gradients are judged{halts}; call "
+                f"monitor.observe({names}) on rank 0, or let the trainer log more often (the "
+                "guide on post-training lists the names)"
             )
-            self._run.warn("collapse_not_judged", text, step=step)
+            self._run.warn("scalars_not_judged", text, step=step)
 
     def on_reduced(self, step: ReturnedStep) -> None:
         """Let the step be judged with rank 0's finding, once: steps in flight repeat its number."""
@@ -215,8 +224,6 @@ class _ScalarJudge:
         self._logged_at = (0, 0)
         """Attempt and step of these."""
         self._findings: list[Finding] = []
-        self.has_read = False
-        """Whether there was a scalar that the detectors use."""
         self.load_state_dict(None)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -247,7 +254,6 @@ class _ScalarJudge:
             self._judge_step()
             self._logged_at = (attempt, step)
         self._scalars[name] = value
-        self.has_read |= is_of_policy(name)
 
     def judge(self, *, before_step: int, attempt: int) -> list[Finding]:
         """Return the post-training findings about the scalars of earlier steps."""

@@ -60,7 +60,7 @@ class ReplayLogOptions(msgspec.Struct, frozen=True, kw_only=True):
         Literal["minimize", "rl", "adversarial"] | None,
         typer.Option(
             help="Meaning of the loss, as in watch(loss_kind=...); with rl and adversarial only "
-            "the gradient norms are judged [default: minimize]."
+            "the gradient norms are judged [default: minimize; audit --task sets it]."
         ),
     ] = None
     no_clip: Annotated[

@@ -10,15 +10,16 @@ import typer
 from trainvitals import views
 from trainvitals.cli.output import Format, format_time, write_json, write_rows
 from trainvitals.document.blocks import TableBlock
-from trainvitals.document.incident import verdict_facts
+from trainvitals.document.incident import incident_state, verdict_facts
 from trainvitals.errors import UsageError
+from trainvitals.records import SEVERITY_WORDS
 from trainvitals.units import humanize_count
 from vitals_collector.cli.opening import CollectorOptions, RunChoice
 from vitals_collector.cli.writing import TableFormat, TableOutput
 from vitals_collector.queries.open import Reader
 
 MAX_EVENTS = 20
-"""Maximum number of latest events that ``show`` prints; ``--format json`` has all."""
+"""Maximum number of latest events, and of incidents, that ``show`` prints; JSON has all."""
 MIN_WIDTH, MAX_WIDTH = 50, 160
 _COLORS = {"not finite": 208, "decided": 33}
 
@@ -84,17 +85,17 @@ def write_run(
     saved = reader.ask(views.CheckpointsQuestion(run_id=run_id))
     events = reader.ask(views.EventsQuestion(run_id=run_id))
     findings = reader.ask(views.FindingsQuestion(run_id=run_id))
-    verdict = reader.ask(views.VerdictQuestion(run_id=run_id)).verdict
+    judged = reader.ask(views.VerdictQuestion(run_id=run_id))
     if form is TableFormat.JSON:
-        body = {"run": detail, "verdict": verdict, "decisions": ledger, "checkpoints": saved}
-        write_json({**body, "events": events}, to=to)
+        body = {"run": detail, "verdict": judged.verdict, "incidents": judged.incidents}
+        write_json({**body, "decisions": ledger, "checkpoints": saved, "events": events}, to=to)
         return
     facts = run_tables.run_facts(detail, ledger, _learning_rates(reader, detail.summary))
     facts += _volume_rows(detail.volume)
     facts.append(
         ("series", ", ".join(detail.metrics) if names else _series_count_text(detail.metrics))
     )
-    facts += verdict_rows(verdict)
+    facts += verdict_rows(judged.verdict)
     write_rows(("field", "value"), facts, Format(form.value), to=to)
     if form is TableFormat.CSV:
         return
@@ -104,6 +105,7 @@ def write_run(
     width = decided.header.index("reason") + 1  # the last column, which is never cut
     tables = [
         TableBlock(("attempt", "from step", "to step", "reason"), attempts),
+        *_incident_tables(judged),
         TableBlock(decided.header[:width], [row[:width] for row in decided.rows]),
         *(table for table in _waits_traces_and_alerts(findings, events) if table.rows),
         run_tables.checkpoint_table(saved),
@@ -124,6 +126,25 @@ def verdict_rows(verdict: views.VerdictView) -> list[tuple[str, object]]:
         *((name.lower(), text) for name, text in facts if name != "State"),
         *(("command", command) for command in verdict.commands),
     ]
+
+
+def _incident_tables(judged: views.RunVerdict) -> Iterator[TableBlock]:
+    """Yield the table of incidents for `vitals show`, unless the verdict is on the only one."""
+    if len(judged.incidents) < 2:
+        return
+    rows = [
+        (
+            format_time(incident.started_unix_ns),
+            incident.onset_step,
+            incident.last_step,
+            SEVERITY_WORDS[incident.severity],
+            incident_state(incident),
+            incident.title,
+        )
+        for incident in judged.incidents[:MAX_EVENTS]
+    ]
+    header = ("began", "from step", "to step", "severity", "state", "incident")
+    yield TableBlock(header, rows)
 
 
 def _waits_traces_and_alerts(

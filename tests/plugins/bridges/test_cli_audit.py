@@ -471,6 +471,16 @@ def test_a_log_without_a_known_scalar_is_named_as_such(tmp_path: Path, capsys):
     assert "post-training scalar" not in audited(capsys, path)
 
 
+def test_a_log_of_a_policy_without_a_reward_is_named_as_such(tmp_path: Path, capsys):
+    path = tmp_path / "own.csv"
+    path.write_text("\n".join(["step,my_reward,entropy", *(f"{n},0.5,2" for n in range(40))]))
+    lacking = "no reward with a known name"
+    assert lacking in audited(capsys, path, "--task", "grpo")
+    assert lacking not in audited(capsys, path, "--task", "dpo")
+    options = ["--task", "grpo", "--scalar", "reward=my_reward"]
+    assert lacking not in audited(capsys, path, *options)
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [

@@ -235,7 +235,10 @@ NAMES: Mapping[str, Reading] = {
 }
 
 _OF_ANY_RUN = frozenset(
-    (LOSS, EVAL_LOSS, EPOCH, ADAPTERS_IN_OPTIMIZER, ADAPTERS_WITH_GRADIENT, BASE_IN_OPTIMIZER)
+    (
+        *(LOSS, EVAL_LOSS, EPOCH, PADDING_LABELS, END_LABELS, PROMPT_LABELS),
+        *(ADAPTERS_IN_OPTIMIZER, ADAPTERS_WITH_GRADIENT, BASE_IN_OPTIMIZER),
+    )
 )
 _PREFIX = "train/"
 _OF_SUMMED_KL = (("scores", "kl_reward"), ("scores", "rlhf_reward"))
@@ -278,3 +281,9 @@ def is_of_policy(name: str) -> bool:
     """Return whether a scalar that is read shows success or failure of a policy, not any loss."""
     reading = NAMES.get(plain_name(name))
     return reading is None or reading.quantity not in _OF_ANY_RUN
+
+
+def is_reward(name: str) -> bool:
+    """Return whether a scalar is the reward of a policy's completions, in any library."""
+    reading = NAMES.get(plain_name(name))
+    return reading is not None and reading.quantity == REWARD

@@ -16,7 +16,7 @@ import msgspec
 
 from trainvitals.alerting import alerts_for_decision, alerts_for_finding
 from trainvitals.detect.posttraining.charts import quantity_charts
-from trainvitals.detect.posttraining.names import TASKS, is_of_policy
+from trainvitals.detect.posttraining.names import TASKS, is_of_policy, is_reward
 from trainvitals.detect.posttraining.set import PostTrainingDetectors
 from trainvitals.detect.registry import KINDS as FINDING_KINDS
 from trainvitals.document.blocks import Block, Heading, Paragraph, TableBlock
@@ -718,6 +718,11 @@ def _limits(audit: Audit) -> list[str]:
         limit_texts.append(
             "It has no post-training scalar with a known name, so only the loss and the gradient "
             "norm are judged; --scalar NAME=COLUMN names one."
+        )
+    elif spec is not None and spec.samples and not any(map(is_reward, names)):
+        limit_texts.append(
+            "It has no reward with a known name: whether the reward is lost, dead or exploited "
+            "cannot be judged; --scalar reward=COLUMN names it."
         )
     if "grad_norm" not in columns:
         limit_texts.append("It has no gradient norm: the gradients cannot be judged.")
