@@ -34,7 +34,7 @@ from tests.trainer_hooks.measures.journal import Journal  # noqa: E402
 from trainer_hooks.integrations.huggingface import VitalsCallback  # noqa: E402
 from trainvitals.detect.posttraining.names import read_quantities  # noqa: E402
 from trainvitals.errors import UsageError  # noqa: E402
-from trainvitals.records import RunStarted  # noqa: E402
+from trainvitals.records import DecisionMade, RunStarted  # noqa: E402
 
 WORDS = ("<pad>", "<s>", "</s>", "<unk>", *(f"w{number}" for number in range(12)))
 STEPS, BAD = 8, 4
@@ -65,18 +65,29 @@ if ppo is not None:
 
 
 class Seen(TrainerCallback):
-    """Keeps the parameters after each step, and spoils a gradient."""
+    """Keeps the parameters after each step, and spoils the gradient of an update.
 
-    def __init__(self, bad: int | None) -> None:
-        self.bad, self.parameters, self.logs = bad, [], []
+    If it is not guarded, it leaves that update out: this is what an exact skip does.
+    """
 
-    def on_train_begin(self, args, state, control, model, **kwargs):
+    def __init__(self, bad: int | None, *, guarded: bool) -> None:
+        self.bad, self.is_guarded, self.parameters, self.logs = bad, guarded, [], []
+        self.num_updates = 0
+
+    def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
         # PPO's trainer has no callback at the start of a step.
         parameter = next(p for p in model.parameters() if p.requires_grad)
         parameter.register_hook(self.spoil)
+        if not self.is_guarded:
+            self.update, optimizer.step = optimizer.step, self.leave_out
 
     def spoil(self, gradient):
-        return gradient * float("nan") if len(self.parameters) == self.bad else gradient
+        self.num_updates += 1
+        is_bad = self.is_guarded and self.num_updates - 1 == self.bad
+        return gradient * float("nan") if is_bad else gradient
+
+    def leave_out(self, *args, **kwargs):
+        return None if self.num_updates - 1 == self.bad else self.update(*args, **kwargs)
 
     def on_step_end(self, args, state, control, model, **kwargs):
         self.parameters.append([p.detach().clone() for p in model.parameters()])
@@ -146,7 +157,7 @@ def trained(
     **more,
 ) -> Seen:
     name, default_data, arguments, _ = TASKS[task]
-    seen, peft_config = Seen(bad), more.pop("peft_config", None)
+    seen, peft_config = Seen(bad, guarded=guard), more.pop("peft_config", None)
     arguments = {**arguments, **more}
     library = ppo if task == "ppo" else trl
     trainer = getattr(library, f"{name}Trainer")(
@@ -186,15 +197,29 @@ def same(one, other) -> bool:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_training_is_what_it_was_without_us_up_to_a_step_that_is_skipped(tmp_path, task):
-    bare = trained(task, tmp_path, guard=False)
+def test_a_training_is_the_one_without_us_that_leaves_the_skipped_step_out(tmp_path, task):
+    bare = trained(task, tmp_path, bad=BAD, guard=False)
     guarded = trained(task, tmp_path, bad=BAD)
-    assert all(map(same, bare.parameters[:BAD], guarded.parameters[:BAD]))
+    assert STEPS == len(guarded.parameters)
+    assert all(map(same, bare.parameters, guarded.parameters))
     steps = zip(guarded.parameters, guarded.parameters[1:], strict=False)
     assert [BAD] == [number for number, (one, other) in enumerate(steps, 1) if same(one, other)]
     (started,) = [e for e in Journal(tmp_path / "shm").events if isinstance(e, RunStarted)]
     assert task == started.info.task
     assert TASKS[task][3] <= quantities_in(tmp_path).keys()
+
+
+@pytest.mark.skipif(ppo is None, reason="TRL from 1.13 on has no PPO")
+@pytest.mark.parametrize("bad", [None, 9, 14])
+def test_one_of_several_updates_in_a_step_of_ppo_is_skipped_alone(tmp_path, bad):
+    several = {"num_ppo_epochs": 2, "num_mini_batches": 2}
+    bare = trained("ppo", tmp_path, bad=bad, guard=False, **several)
+    guarded = trained("ppo", tmp_path, bad=bad, **several)
+    assert (STEPS, 4 * STEPS) == (len(guarded.parameters), guarded.num_updates)
+    assert all(map(same, bare.parameters, guarded.parameters))
+    made = [e.decision for e in Journal(tmp_path / "shm").events if isinstance(e, DecisionMade)]
+    expected = [] if bad is None else [("skip_step", bad)]
+    assert expected == [(decision.action, decision.step) for decision in made]
 
 
 @pytest.mark.skipif(ppo is None, reason="TRL from 1.13 on has no PPO")

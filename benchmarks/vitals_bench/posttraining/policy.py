@@ -210,7 +210,8 @@ def wandering(inner: Rewards, sigma: float) -> Rewards:
     level = [0.0]
 
     def rewards(tokens: Tensor, lengths: Tensor, step: int) -> Tensor:
-        level[0] = 0.95 * level[0] + 0.31 * sigma * float(torch.randn(()))
+        before = level[0] if step else 0.0  # each training starts anew
+        level[0] = 0.95 * before + 0.31 * sigma * float(torch.randn(()))
         return inner(tokens, lengths, step) + level[0]
 
     return rewards
