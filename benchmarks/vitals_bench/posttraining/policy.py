@@ -210,7 +210,7 @@ def wandering(inner: Rewards, sigma: float) -> Rewards:
     level = [0.0]
 
     def rewards(tokens: Tensor, lengths: Tensor, step: int) -> Tensor:
-        before = level[0] if step else 0.0  # each training starts anew
+        before = level[0] if step else 0.0  # each training starts at 0
         level[0] = 0.95 * before + 0.31 * sigma * float(torch.randn(()))
         return inner(tokens, lengths, step) + level[0]
 
