@@ -23,6 +23,7 @@ from trainvitals.views import (
     FailingNode,
     ForecastView,
     GoodputView,
+    IncidentLine,
     IncidentView,
     RunDetail,
     RunSummary,
@@ -52,6 +53,7 @@ class ShowBody(TypedDict):
 
     run: RunDetail
     verdict: VerdictView
+    incidents: tuple[IncidentLine, ...]
     decisions: tuple[DecisionView, ...]
     checkpoints: tuple[CheckpointView, ...]
     events: tuple[EventView, ...]
