@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainvitals.detect.fleet.attribution import Onset
+from trainvitals.detect.fleet.origin.onsets import Onset
 from vitals_bench.attribution.measure import Named, named
 from vitals_bench.attribution.rank import Work
 from vitals_bench.attribution.runs import Recorded, record

@@ -24,7 +24,7 @@ from tests.support.queries import At, query
 from tests.support.served import Served
 from trainvitals.alerting import alerts_for_decision
 from trainvitals.clock import SystemClock
-from trainvitals.detect.fleet.attribution import Next, Onset
+from trainvitals.detect.fleet.origin.onsets import Next, Onset
 from trainvitals.records import AttemptStarted, Decision, Finding, Note, RunEnded
 from trainvitals.views import FindingsQuestion, IncidentsQuestion, IncidentView, StepQuestion
 from vitals_collector.ingest.ingest import ingest

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainvitals.detect.fleet.attribution import Onset, OnsetTracker, find_origin_onset
 from trainvitals.detect.fleet.base import MergedStep
+from trainvitals.detect.fleet.origin.onsets import Onset, find_origin_onset
+from trainvitals.detect.fleet.origin.tracker import OnsetTracker
 from vitals_bench.attribution.rank import JUMP_STEPS, TASK, Work
 from vitals_bench.attribution.runs import Recorded, as_seen, record, told
 from vitals_bench.attribution.trainings import FAULTS, LOUD, MILD, MODELS, Fault

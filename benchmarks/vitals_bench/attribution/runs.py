@@ -17,8 +17,9 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from trainvitals.detect.fleet.attribution import Onset, OnsetTracker, find_origin_onset
 from trainvitals.detect.fleet.base import MergedStep
+from trainvitals.detect.fleet.origin.onsets import Onset, find_origin_onset
+from trainvitals.detect.fleet.origin.tracker import OnsetTracker
 from trainvitals.records import NamesDefined, decode_events
 from trainvitals.rows import rows_of
 from vitals_bench.attribution.rank import LEAD, Part, Work

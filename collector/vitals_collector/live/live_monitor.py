@@ -22,8 +22,9 @@ import numpy.typing as npt
 from sqlalchemy import Connection, delete, func, select
 
 from trainvitals.detect.fleet import FleetConfig, FleetDetectors
-from trainvitals.detect.fleet.attribution import Onset, OnsetTracker
 from trainvitals.detect.fleet.base import MergedStep, NodeSample
+from trainvitals.detect.fleet.origin.onsets import Onset
+from trainvitals.detect.fleet.origin.tracker import OnsetTracker
 from trainvitals.detect.fleet.ranks import STALL
 from trainvitals.detect.hang import HangFollower
 from trainvitals.errors import UNREADABLE, StorageError

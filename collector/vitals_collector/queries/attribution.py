@@ -11,19 +11,18 @@ import msgspec
 import numpy as np
 from sqlalchemy import Connection, select
 
-from trainvitals.detect.fleet.attribution import (
+from trainvitals.detect.fleet.base import MergedStep
+from trainvitals.detect.fleet.origin.onsets import (
     DAMAGED_WEIGHT,
     INFERRED_WEIGHTS,
-    LAG,
-    REFERENCE,
     RESET_MOMENTS,
     WINDOW,
     Next,
     Onset,
-    OnsetTracker,
     find_origin_onset,
 )
-from trainvitals.detect.fleet.base import MergedStep
+from trainvitals.detect.fleet.origin.reference import LAG, REFERENCE
+from trainvitals.detect.fleet.origin.tracker import OnsetTracker
 from trainvitals.errors import UNREADABLE
 from trainvitals.records import ChangeExpected, Finding
 from trainvitals.units import humanize, split_unit

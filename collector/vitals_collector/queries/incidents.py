@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from sqlalchemy import Connection, Row, select
 
 from trainvitals import alerting, views
-from trainvitals.detect.fleet.attribution import find_origin_onset
+from trainvitals.detect.fleet.origin.onsets import find_origin_onset
 from trainvitals.io.capsules import is_capsule, read_capsule_verdict
 from trainvitals.records import BatchNoted, Finding, Note, RunEnded, Severity
 from vitals_collector.ingest.ingest import is_being_removed

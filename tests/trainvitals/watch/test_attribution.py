@@ -8,8 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from trainvitals.detect.fleet.attribution import MOST_ONSETS, Onset, OnsetTracker, find_origin_onset
 from trainvitals.detect.fleet.base import MergedStep
+from trainvitals.detect.fleet.origin.onsets import Onset, find_origin_onset
+from trainvitals.detect.fleet.origin.tracker import MOST_ONSETS, OnsetTracker
 
 LAYERS = ("h.0", "h.1", "h.2", "h.3", "h.4", "h.5", "head")
 BAD = 450

@@ -13,43 +13,50 @@ by then most series that are out are a consequence.
 """
 
 import math
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from trainvitals.detect.fleet.base import MergedStep, finite, number, step_seconds
+from trainvitals.detect.fleet.origin.high_loss import (
+    HIGH_STEPS,
+    BadStep,
+    HighLoss,
+    find_second_data,
+)
+from trainvitals.detect.fleet.origin.onsets import (
+    DAMAGED_WEIGHT,
+    INFERRED_WEIGHTS,
+    RESET_MOMENTS,
+    Onset,
+    OnsetEpisode,
+    SeriesOutlier,
+    Subject,
+    build_onset,
+    merge_following_series,
+)
+from trainvitals.detect.fleet.origin.reference import (
+    FEW_RANKS,
+    LAG,
+    REFERENCE,
+    SIGMAS,
+    Floats,
+    SeriesArrayReference,
+    SeriesReference,
+    WriteRatioPeaks,
+    logarithm,
+    logarithms,
+    medians_of_others,
+    sorted_median,
+)
 from trainvitals.records import HUGE_WEIGHT, RATE_DECLARED
 
-Floats = npt.NDArray[np.float64]
-Subject = Literal[
-    "lr", "config", "loader", "layer", "optimizer", "data", "loss", "rank", "losses", "gradients"
-]
-"""Subject of an onset: the learning rate, a setting, the loader, a layer, the state or the step of
-the optimizer, the data, the loss itself, one rank's gradients. ``losses`` and ``gradients`` moved
-but are not the cause, which could not be measured."""
-
-SIGMAS = 8.0
-"""Robust sigmas from which a series is out."""
-OF_LARGEST = 1.5
-"""Multiple of the reference's largest deviation that it must exceed as well."""
-REFERENCE = 200
-"""Quiet values of a series in its reference."""
-LAG = 20
-"""Values whose median a new one is compared with; an episode ends after as many quiet steps."""
-WINDOW = 40
-"""Steps after which an ended onset no longer counts as the cause of a problem."""
 GUARD = 3
 """A series that is out within this many judged steps may have moved before it was observed."""
-LEAST = 16
-"""Minimum number of values of a reference, which must also span ``SPAN`` steps. Layers are written
-every 10th step by default."""
-SPAN = 100
-"""Minimum number of steps of a reference."""
 LEAST_LAYERS = 4
 """With fewer layers, there are no others to compare one with."""
 MOST_LAYERS = 4096
@@ -57,8 +64,6 @@ MOST_RANKS = 1024
 """Layers and ranks above these numbers are not followed: this bounds the memory."""
 MOST_ONSETS = 128
 """Number of latest episodes kept."""
-_LONGEST = 100
-"""Steps of an episode after which its values count as the new normal."""
 _SETTING = 1.5
 """Ratio from which a change of a setting is deliberate, not scheduled."""
 _WARM = 50
@@ -68,327 +73,8 @@ _SHIFT = math.log(3.0)
 of healthy layers drift."""
 _JUMP = math.log(5.0)
 """Least rise of gradient norms in one step, as a logarithm, that shows a second problem."""
-_LONGEST_BATCHES = 10
-"""Steps of bad data at most; a longer problem is not shown to be the data."""
-_HIGH_STEPS = 3
-"""Steps in a row from which a loss is out that is above every quiet one: each raises the limit."""
-_HEALED = 5
-"""Steps after a loss that was out, by which it is known whether it is back."""
-_STILL = 10
-"""Steps after which an ended episode is not the cause: clean steps follow it. Lasting changes, such
-as a setting or written weights, count for ``WINDOW`` steps."""
-_LEAST_APART = 2
-"""Steps in which only one of two data problems is seen, of each."""
-_OTHER_DATA = 2.0
-"""Ratio between the gradient norms of two kinds of bad data; each kind must vary by less."""
 _NORMS_IN = 3
 """Gradient norms in range after which an earlier one out of it is no longer the same change."""
-_WRITTEN = 1e-9
-"""Relative change from which a tensor was written. Untouched tensors have exactly 0."""
-_RENEWED = 16
-"""Values after which the figures of the reference are computed again."""
-_MOST_NEXT = 8
-_FEW_RANKS = 32
-"""Up to this number of ranks, the median of the others is exact."""
-
-
-class Next(msgspec.Struct, frozen=True, array_like=True):
-    """A series that followed an onset in its episode."""
-
-    step: int
-    subject: Subject
-    where: str
-    series: str
-
-
-class Onset(msgspec.Struct, frozen=True, kw_only=True):
-    """The first step of an episode, and the series that was out first."""
-
-    attempt: int
-    step: int
-    last_step: int
-    """The last step, so far, in which any series was out."""
-    subject: Subject
-    where: str = ""
-    """A layer's name, or ``rank:3``; empty if all layers and ranks are concerned."""
-    series: str
-    """The column that was out."""
-    value: float | None = None
-    """None: non-finite."""
-    usual: float | None = None
-    sigmas: float | None = None
-    """None: exact, without statistics."""
-    is_old: bool = False
-    """Whether it was out when observation started, so that the first change is unknown."""
-    is_apart: bool = False
-    """Whether it does not follow from the high loss in which it was found."""
-    next: tuple[Next, ...] = ()
-
-    @property
-    def is_cause(self) -> bool:
-        """Whether the onset identifies the problem's origin, not only a moved series."""
-        return self.subject not in ("losses", "gradients")
-
-    @property
-    def is_of_speed(self) -> bool:
-        """Return whether the first change concerns the speed of the run, not its numbers."""
-        return self.subject == "loader"
-
-    @property
-    def is_of_setting(self) -> bool:
-        """Return whether the first change was made by the loop, so that nothing else caused it."""
-        return self.series == "learning_rate" or self.subject == "config"
-
-    @property
-    def is_lasting(self) -> bool:
-        """Return whether the first change altered what later steps start from, such as weights."""
-        is_frozen = self.value == 0.0 and self.sigmas is None
-        return is_frozen or self.subject in ("lr", "config") or self.series in _STATE_SERIES
-
-    @property
-    def is_nonfinite(self) -> bool:
-        """Return whether the first change is a number that turned NaN or infinite."""
-        return self.value is None and not self.is_lasting
-
-
-class _SeriesOutlier(NamedTuple):
-    """One series that is out in a step."""
-
-    step: int
-    order: float
-    subject: Subject
-    where: str
-    series: str
-    value: float | None = None
-    usual: float | None = None
-    sigmas: float | None = None
-    is_apart: bool = False
-
-
-# ------------------------------------------------------------------------------- a single series
-
-
-class _SeriesReference:
-    """One series in plain Python, which costs a tenth of ``_SeriesArrayReference`` here."""
-
-    __slots__ = (
-        "_age", "_at", "_away", "_floor", "_largest", "_limit", "_now", "_ordered", "_quiet",
-        "_raw", "_scale", "_since", "middle",
-    )  # fmt: skip
-
-    def __init__(self, floor: float) -> None:
-        self._floor = floor
-        self._raw: deque[float] = deque(maxlen=LAG)
-        self._ordered: list[float] = []
-        self._away: list[float] = []
-        self._at = self._quiet = self._age = 0
-        self._scale = self._largest = self._limit = math.inf
-        self._since: int | None = None
-        self._now = 0.0
-        self.middle = 0.0
-
-    @property
-    def is_judged(self) -> bool:
-        """Return whether the series has a normal range, which a first change would leave."""
-        return self._scale < math.inf
-
-    @property
-    def peak(self) -> float:
-        """Return the distance from the middle that no quiet value has exceeded."""
-        return max(self._largest, SIGMAS / 2 * self._scale)
-
-    @property
-    def sigmas(self) -> float:
-        """Return the distance of the step's value from the middle, in sigmas."""
-        return self._now / self._scale
-
-    @property
-    def distance(self) -> float:
-        """Return the distance of the step's value from the middle."""
-        return abs(self._now)
-
-    def sigmas_beyond_limit(self, value: float) -> float:
-        """Return by how many sigmas the step's value left its series' range, otherwise 0."""
-        ordered = self._ordered
-        num = len(ordered)
-        if not num or value - value != 0.0:
-            self.middle, self._now = value, math.nan
-            return 0.0
-        middle = self.middle = (ordered[(num - 1) >> 1] + ordered[num >> 1]) / 2
-        away = self._now = value - middle
-        if -self._limit <= away <= self._limit:
-            return 0.0
-        if self._age:
-            self._refresh_scale()
-        return away / self._scale if abs(away) > self._limit else 0.0
-
-    def add(self, value: float, step: int, *, is_quiet: bool) -> None:
-        """Add the step's value that was just checked for a first change."""
-        if value - value != 0.0:
-            return
-        raw, ordered = self._raw, self._ordered
-        if len(raw) == LAG:
-            del ordered[bisect_left(ordered, raw[0])]
-        raw.append(value)
-        insort(ordered, value)
-        if self._since is None or step < self._since:
-            self._since = step
-        if not is_quiet or len(raw) < LAG // 2 or self._now != self._now:
-            return
-        if len(self._away) < REFERENCE:
-            self._away.append(self._now)
-        else:
-            self._away[self._at] = self._now
-        self._at = (self._at + 1) % REFERENCE
-        self._age += 1
-        if abs(self._now) > self._largest:
-            self._largest = abs(self._now)
-            self._limit = max(self._limit, OF_LARGEST * self._largest)
-        if self._age >= _RENEWED and step - self._since >= SPAN:
-            self._refresh_scale()
-
-    def _refresh_scale(self) -> None:
-        """Compute the normal range of the series again from its quiet steps."""
-        self._age = 0
-        if len(self._away) < LEAST:
-            return
-        middle = _sorted_median(sorted(self._away))
-        far = _sorted_median(sorted([abs(away - middle) for away in self._away]))
-        self._scale = max(1.4826 * far, self._floor)
-        self._largest = max(max(self._away), -min(self._away))
-        self._limit = max(SIGMAS / 2 * self._scale, OF_LARGEST * self._largest)
-
-
-def _sorted_median(ordered: Sequence[float]) -> float:
-    """Return the median of sorted values, from which a first change is measured."""
-    return (ordered[(len(ordered) - 1) >> 1] + ordered[len(ordered) >> 1]) / 2
-
-
-# --------------------------------------------------------------------------- many series at once
-
-
-class _SeriesArrayReference:
-    """Series of one kind: latest values of each, and the deviations of its quiet values."""
-
-    def __init__(self, floor: float) -> None:
-        self._floor = floor
-        """Smallest scale: a series that is constant to the last digit has no sigma."""
-        self.num = 0
-        self._raw = np.empty((0, LAG))
-        self._away = np.empty((0, REFERENCE), dtype=np.float32)
-        self._count = np.empty(0, dtype=np.int64)
-        self._quiet = np.empty(0, dtype=np.int64)
-        self._scale = self._largest = np.empty(0)
-        self._age = 0
-        self._spans = False
-        self._since: int | None = None
-        """Step of the first value: a reference must span ``SPAN`` steps."""
-
-    def grow_to(self, num: int) -> None:
-        """Make room for this number of series, one per rank or layer that may change first."""
-        more = num - self.num
-        if more <= 0:
-            return
-        self.num = num
-        self._raw = np.pad(self._raw, ((0, more), (0, 0)))
-        self._away = np.pad(self._away, ((0, more), (0, 0)), constant_values=np.nan)
-        self._count, self._quiet = np.pad(self._count, (0, more)), np.pad(self._quiet, (0, more))
-        self._scale = np.pad(self._scale, (0, more), constant_values=np.inf)
-        self._largest = np.pad(self._largest, (0, more), constant_values=np.inf)
-
-    def sigmas_beyond_limit(self, values: Floats) -> tuple[Floats, Floats]:
-        """Return the sigmas of series that are out, 0 elsewhere, and the middle of each series."""
-        lower, upper = LAG // 2 - 1, LAG // 2
-        parted = np.partition(self._raw, (lower, upper), axis=1)
-        middle = (parted[:, lower] + parted[:, upper]) / 2
-        away = values - middle
-        self._now = away
-        with np.errstate(invalid="ignore"):  # infinite values of a scale that is unknown yet
-            sigmas = away / self._scale
-        is_out = np.abs(sigmas) > SIGMAS / 2
-        if is_out.any():  # outdated figures are sufficient to find candidates
-            if self._age:
-                self._refresh_scale()
-                sigmas = away / self._scale
-            is_out = np.abs(away) > OF_LARGEST * self._largest
-        return np.where(is_out & np.isfinite(sigmas), sigmas, 0.0), middle
-
-    def add(self, values: Floats, step: int, *, is_quiet: bool) -> None:
-        """Add the step's values, just checked for a first change; missing ones are NaN."""
-        there = np.flatnonzero(np.isfinite(values))
-        if not len(there):
-            return
-        if self._since is None or step < self._since:
-            self._since = step
-        self._spans = step - self._since >= SPAN
-        new = there[self._count[there] == 0]
-        if len(new):
-            self._raw[new] = values[new, None]
-        self._raw[there, self._count[there] % LAG] = values[there]
-        if is_quiet:
-            filled = there[self._count[there] >= LAG // 2]
-            self._away[filled, self._quiet[filled] % REFERENCE] = self._now[filled]
-            self._quiet[filled] += 1
-            self._age += len(filled) > 0
-            if self._age >= _RENEWED:
-                self._refresh_scale()
-            elif len(filled):
-                grown = np.where(np.isinf(self._largest[filled]), 0.0, np.abs(self._now[filled]))
-                self._largest[filled] = np.maximum(self._largest[filled], grown)
-        self._count[there] += 1
-
-    @property
-    def is_judged(self) -> bool:
-        """Return whether any series has a normal range, which a first change would leave."""
-        return bool(np.isfinite(self._scale).any())
-
-    def _refresh_scale(self) -> None:
-        """Compute the normal range of each series again from its quiet steps."""
-        self._age = 0
-        num = np.minimum(self._quiet, REFERENCE)
-        away = self._away.astype(np.float64)
-        far = np.abs(away - _median(away, num)[:, None])
-        scale = np.maximum(1.4826 * _median(far, num), self._floor)
-        largest = np.nan_to_num(np.abs(away)).max(axis=1, initial=0.0)
-        has_reference = (num >= LEAST) & self._spans
-        self._scale = np.where(has_reference, scale, np.inf)
-        self._largest = np.where(has_reference, largest, np.inf)
-
-
-def _median(rows: Floats, num: npt.NDArray[np.int64]) -> Floats:
-    """Return the median of each series' first ``num`` values in order; NaN are sorted last."""
-    ordered = np.sort(rows, axis=1)
-    at = np.maximum(num - 1, 0)[:, None]
-    low, high = (np.take_along_axis(ordered, index, 1)[:, 0] for index in (at // 2, (at + 1) // 2))
-    return np.asarray((low + high) / 2)
-
-
-class _WriteRatioPeaks:
-    """The largest of the last 100 to 200 values of each of many series that are mostly 0."""
-
-    def __init__(self) -> None:
-        self._now, self._before, self._num = np.empty(0), np.empty(0), 0
-
-    def find_outliers(self, values: Floats) -> npt.NDArray[np.bool_]:
-        """Return the series with a write outside the optimizer step, larger than usual."""
-        more = len(values) - len(self._now)
-        if more > 0:
-            self._now, self._before = np.pad(self._now, (0, more)), np.pad(self._before, (0, more))
-        usual = np.maximum(self._now, self._before)
-        is_out: npt.NDArray[np.bool_] = (values > _WRITTEN) & (values > OF_LARGEST * usual)
-        return is_out
-
-    def add(self, values: Floats) -> None:
-        """Add the write ratios of a quiet step, to which later ones are compared."""
-        np.fmax(self._now, values, out=self._now)
-        self._num += 1
-        if self._num >= REFERENCE // 2:
-            self._before, self._now, self._num = self._now, np.zeros_like(self._now), 0
-
-
-# ------------------------------------------------------------------------------- one run's onsets
-
-
 _LOGARITHM = 1e-3
 """Smallest sigma of a logarithm: a tenth of a percent."""
 _FLOORS = {
@@ -397,55 +83,13 @@ _FLOORS = {
     "rank_grad_norm": _LOGARITHM, "total": _LOGARITHM, "grad_share": _LOGARITHM,
 }  # fmt: skip
 _SETTINGS = ("max_norm", "weight_decay")
-INFERRED_WEIGHTS = "weights"
-"""Series of an onset that was inferred: weights of one layer grew if the gradients of all other
-layers did and its own did not, as the chain rule has it."""
-DAMAGED_WEIGHT = "largest_weight"
-"""Series of an onset whose layer has a weight above ``HUGE_WEIGHT``, read after bad steps."""
-RESET_MOMENTS = "second_moments"
-"""Series of an onset whose layer has second moments far below its gradients, read after a finding.
-Rows of ``moment_written_ratio`` without ``weight_written_ratio``, which a signal has as well."""
-_HIGH_LOSSES = (("losses", "loss"), ("data", "loss"), ("data", "rank_loss"))
-"""Subject and series of the onsets of a finite loss whose end shows more about them."""
-_STATE_SERIES = frozenset(
-    {
-        "weight_written_ratio",
-        "moment_written_ratio",
-        INFERRED_WEIGHTS,
-        DAMAGED_WEIGHT,
-        RESET_MOMENTS,
-    }
-)
 _WRITES: tuple[tuple[str, float, Subject], ...] = (
     ("weight_written_ratio", 2, "layer"),
     ("moment_written_ratio", 3, "optimizer"),
 )
 
-_Looked = tuple[_SeriesReference, float, bool] | tuple[_SeriesArrayReference, Floats, bool]
+_Looked = tuple[SeriesReference, float, bool] | tuple[SeriesArrayReference, Floats, bool]
 """Checked series, its values, and whether it concerns speed; added at the end of the step."""
-
-
-class _BadStep(NamedTuple):
-    """A step whose finite loss is out. Numbers are a value, its usual value and its sigmas."""
-
-    step: int
-    norm: float
-    """Gradient norm."""
-    loss: tuple[float, float, float]
-    rank: int = -1
-    """The one rank whose loss left its distance from the others; -1: none."""
-    of_rank: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    of_others: tuple[float, float, float] = (0.0, 0.0, 0.0)
-
-    @property
-    def is_of_others(self) -> bool:
-        """Return whether the loss of the other ranks left its own range."""
-        return self.of_others[2] > 0.0
-
-    @property
-    def rank_alone(self) -> int:
-        """Return the rank whose loss alone is out; -1: none."""
-        return -1 if self.is_of_others else self.rank
 
 
 class _LowShare(NamedTuple):
@@ -479,96 +123,6 @@ class _LayerColumns:
         return np.array([name in row for row in self._rows], dtype=np.bool_)
 
 
-class _OnsetEpisode:
-    """The current episode: its onset, and the time since any series was out."""
-
-    def __init__(self) -> None:
-        self.onset: Onset | None = None
-        self._order = math.inf
-        self._quiet = self._long = 0
-
-    @property
-    def is_quiet(self) -> bool:
-        """Return whether values enter the reference: nothing has changed, or for too long."""
-        return self.onset is None or self._long >= _LONGEST
-
-    def advance(self, attempt: int, out: Sequence[_SeriesOutlier], *, is_old: bool) -> bool:
-        """Add a step to the episode; return whether its first change is a different one."""
-        self._long += 1
-        if not out:
-            self._quiet += 1
-            if self.onset is not None and self._quiet >= LAG:
-                self.onset = None
-            return False
-        self._quiet = 0
-        first = min(out, key=lambda each: (each.step, each.order))
-        now = max(each.step for each in out)
-        onset = self.onset
-        if onset is None or attempt != onset.attempt:
-            self._long, self._order = 0, first.order
-            self.onset = _build_onset(attempt, first, out, now, is_old=is_old)
-            return True
-        turned = [
-            each
-            for each in out
-            if each.order == 0 or each.is_apart or not (each.value or each.sigmas)
-        ]
-        if turned and not onset.is_nonfinite and not onset.is_lasting:
-            # A NaN or a gradient of exactly 0 does not follow from a series that was only high, a
-            # setting from nothing: each has its own origin.
-            first = min(turned, key=lambda each: (each.step, each.order))
-            self._long, self._order = 0, first.order
-            self.onset = _build_onset(attempt, first, out, now, is_old=is_old)
-            return True
-        if (first.step, first.order) < (onset.step, self._order):
-            self._order = first.order  # an update is only known with the next step's row
-            self.onset = msgspec.structs.replace(
-                _build_onset(attempt, first, out, now, is_old=onset.is_old),
-                next=_merge_following_series(onset, out),
-            )
-            return True
-        self.onset = msgspec.structs.replace(
-            onset, last_step=now, next=_merge_following_series(onset, out)
-        )
-        return True
-
-
-def _build_onset(
-    attempt: int, first: _SeriesOutlier, out: Sequence[_SeriesOutlier], now: int, *, is_old: bool
-) -> Onset:
-    """Return the first change of an episode that starts with this series."""
-    return Onset(
-        attempt=attempt,
-        step=first.step,
-        last_step=now,
-        subject=first.subject,
-        where=first.where,
-        series=first.series,
-        value=first.value,
-        usual=first.usual,
-        sigmas=None if first.sigmas is None else float(first.sigmas),
-        is_old=is_old,
-        is_apart=first.is_apart,
-        next=tuple(_to_following_series(each) for each in out if each is not first)[:_MOST_NEXT],
-    )
-
-
-def _to_following_series(each: _SeriesOutlier) -> Next:
-    """Return a series that left its range after the first change."""
-    return Next(each.step, each.subject, each.where, each.series)
-
-
-def _merge_following_series(onset: Onset, out: Sequence[_SeriesOutlier]) -> tuple[Next, ...]:
-    """Return the series that followed the first change, each once, at its first step."""
-    followed = {(each.subject, each.where, each.series): each for each in onset.next}
-    onset_key = (onset.subject, onset.where, onset.series)
-    for each in out:
-        key = (each.subject, each.where, each.series)
-        if key != onset_key:
-            followed.setdefault(key, _to_following_series(each))
-    return tuple(sorted(followed.values(), key=lambda each: each.step)[:_MOST_NEXT])
-
-
 class OnsetTracker:
     """Follows one run's merged steps, in order, and keeps the onsets of its episodes.
 
@@ -578,13 +132,13 @@ class OnsetTracker:
 
     def __init__(self, onsets: Iterable[Onset] = ()) -> None:
         self._onsets = {(onset.attempt, onset.step, onset.is_of_speed): onset for onset in onsets}
-        self._series: dict[str, _SeriesReference] = {}
-        self._courses: dict[str, _SeriesArrayReference] = {}
-        self._of_layers: dict[str, _SeriesArrayReference] = {}
-        self._peaks: dict[str, _WriteRatioPeaks] = {}
+        self._series: dict[str, SeriesReference] = {}
+        self._courses: dict[str, SeriesArrayReference] = {}
+        self._of_layers: dict[str, SeriesArrayReference] = {}
+        self._peaks: dict[str, WriteRatioPeaks] = {}
         self._names: list[str] = []
         self._known: set[str] = set()
-        self._numbers, self._speed = _OnsetEpisode(), _OnsetEpisode()
+        self._numbers, self._speed = OnsetEpisode(), OnsetEpisode()
         self._num_judged = 0
         self._judged_from = (2**63 - 1, 0)
         self._num_steps = 0
@@ -607,29 +161,12 @@ class OnsetTracker:
         self._num_norms_in = 0
         """Steps in a row whose gradient norm is in range."""
         self._low_share: _LowShare | None = None
-        self._loss_height: tuple[float, bool] | None = None
-        """Distance of the step's loss from its middle, and whether it is out."""
-        self._high_loss: Onset | None = None
-        """Onset of a finite loss that is out, also while a later NaN has its own onset."""
-        self._num_high = 0
-        """Steps in a row, up to this one, whose loss is above all in its reference."""
-        self._high_from = math.inf
-        """Height of that loss above the middle, when the row began."""
-        self._loss_bad: list[float] = []
-        self._loss_after: list[float] = []
-        self._was_loss_high = False
-        """Whether the loss of the step before is out."""
-        self._bad_step: _BadStep | None = None
-        """The step, if its loss is finite and out."""
-        self._bad_steps: list[_BadStep] = []
-        """The first steps of the high loss, also those before its onset."""
-        self._reset: _SeriesOutlier | None = None
-        """Optimizer state that was found reset during that loss."""
+        self._high = HighLoss()
         self._key = (0, -1)
         self._lost_since: int | None = None
         """First of the skipped steps in a row whose loss or gradient was non-finite or huge."""
         self._durations: deque[float] = deque(maxlen=LAG)
-        self._out: list[_SeriesOutlier] = []
+        self._out: list[SeriesOutlier] = []
         """Series that are out in the current step, except those of speed."""
         self._looked: list[_Looked] = []
 
@@ -653,15 +190,14 @@ class OnsetTracker:
         before, self._key = self._key, (merged.attempt, merged.step)
         follows = (merged.attempt, merged.step - 1) == before
         if not follows and before[1] >= 0:  # a rollback or restart: no difference to the last step
-            self._applied, self._total, self._num_high = None, math.nan, 0
+            self._applied, self._total = None, math.nan
             self._norm_out = self._low_share = None
             # A loss that is normal again after a rollback does not show that data were bad.
-            self._loss_height = self._high_loss = self._reset = None
-            self._loss_bad, self._loss_after, self._bad_steps = [], [], []
+            self._high = HighLoss()
         self._out, self._looked = [], []
         out, looked = self._out, self._looked
         self._find_setting_changes(merged)
-        self._was_loss_high = self._loss_height is not None and self._loss_height[1]
+        self._high.start_step()
         lossy, zeds = self._judge_losses(merged)
         if zeds:
             far = self._series["total"].distance
@@ -687,7 +223,7 @@ class OnsetTracker:
             total = number(merged.run.get("grad_norm"))
             self._add_outlier(13.5, "gradients", "", "grad_norm", total, None, zeds)
         self._applied = number(merged.run.get("learning_rate"))
-        self._total = _log(number(merged.run.get("grad_norm")))
+        self._total = logarithm(number(merged.run.get("grad_norm")))
         self._num_steps += 1
         if self._num_judged <= GUARD and any(course.is_judged for course, _, _ in looked):
             self._num_judged += 1
@@ -728,7 +264,7 @@ class OnsetTracker:
         """Note a series that is out in the current step, or ``steps_back`` steps before it."""
         step = self._key[1] - steps_back
         numbers = (value, usual, sigmas)
-        self._out.append(_SeriesOutlier(step, order, subject, where, series, *numbers, is_apart))
+        self._out.append(SeriesOutlier(step, order, subject, where, series, *numbers, is_apart))
 
     def _attribute_loss_to_data(self, merged: MergedStep) -> None:
         """Name the data as the first change once a loss outlier is over within one step.
@@ -736,54 +272,33 @@ class OnsetTracker:
         Damaged weights and optimizer states do not heal in a step, so the batches were bad. Without
         this, only a measurement of the weights tells the two apart.
         """
-        onset, last = self._numbers.onset, self._loss_height
-        if onset is None or not (onset.is_nonfinite or onset.is_lasting or onset.is_apart):
-            is_here = onset is not None and onset.attempt == merged.attempt
-            is_loss = onset is not None and (onset.subject, onset.series) in _HIGH_LOSSES
-            self._high_loss = onset if is_here and is_loss else None
-        if self._bad_step is not None and len(self._bad_steps) < _LONGEST_BATCHES:
-            self._bad_steps.append(self._bad_step)
-        if self._high_loss is None:
-            self._loss_bad, self._loss_after, self._reset = [], [], None
-            self._bad_steps = self._bad_steps if self._bad_step else []
-            return
-        if last is None:  # a NaN has its own onset
-            return
-        away, is_out = last
-        self._loss_after.append(away)
-        if is_out:
-            self._loss_bad += self._loss_after
-            self._loss_after = []
-        bad, after = self._loss_bad[-_LONGEST_BATCHES:], self._loss_after
-        if len(after) != _HEALED or not bad or len(bad) < len(self._loss_bad):
-            return
-        height, peak = math.fsum(bad) / len(bad), max(bad)
-        is_back = after[0] < bad[-1] / 3 and math.fsum(after) < len(after) * height / 8
-        if height >= peak / 3 and is_back:
+        onset = self._numbers.onset
+        explained = self._high.follow(onset, merged.attempt)
+        if explained is not None:
             is_of_one = len(merged.ranks.get("rank_loss", ())) == 1
-            self._name_data(onset, self._high_loss, "rank:0" if is_of_one else "")
+            self._name_data(onset, explained, "rank:0" if is_of_one else "")
 
     def _name_data(self, onset: Onset | None, high: Onset, where: str) -> None:
         """Name the data of these ranks as the first change of a high loss, and second problems."""
         if high.subject == "losses":
             from_data = msgspec.structs.replace(high, subject="data", where=where)
-            if self._reset is not None:
-                following = _merge_following_series(from_data, [self._reset])
+            if self._high.reset is not None:
+                following = merge_following_series(from_data, [self._high.reset])
                 from_data = msgspec.structs.replace(from_data, next=following)
             self._onsets[from_data.attempt, from_data.step, False] = from_data
             if onset is not None and (onset.attempt, onset.step) == (high.attempt, high.step):
                 self._numbers.onset = from_data
-        second = _find_second_data(self._bad_steps, where)
+        second = find_second_data(self._high.steps, where)
         if second is None or second.step < high.step:
             return
         key = (high.attempt, second.step, False)
         if key in self._onsets and self._onsets[key].subject not in ("data", "losses"):
             return
-        last = max(high.last_step, self._bad_steps[-1].step)
-        self._onsets[key] = _build_onset(high.attempt, second, [], last, is_old=False)
+        last = max(high.last_step, self._high.steps[-1].step)
+        self._onsets[key] = build_onset(high.attempt, second, [], last, is_old=False)
 
     def _update_episode(
-        self, episode: _OnsetEpisode, attempt: int, out: Sequence[_SeriesOutlier], *, is_old: bool
+        self, episode: OnsetEpisode, attempt: int, out: Sequence[SeriesOutlier], *, is_old: bool
     ) -> bool:
         """Add a step to an episode and record its first change; return whether it is new."""
         was = episode.onset
@@ -805,7 +320,7 @@ class OnsetTracker:
         courses = self._of_layers if of_layers else self._courses
         course = courses.get(name)
         if course is None:
-            course = courses[name] = _SeriesArrayReference(_FLOORS[name])
+            course = courses[name] = SeriesArrayReference(_FLOORS[name])
         course.grow_to(len(values))
         if len(values) < course.num:
             values = np.pad(values, (0, course.num - len(values)), constant_values=np.nan)
@@ -851,8 +366,6 @@ class OnsetTracker:
             finite_losses = [loss]
         losses, ranks = finite(finite_losses)
         lossy = len(ranks) < len(finite_losses)
-        self._loss_height, num_high, self._num_high = None, self._num_high, 0
-        self._bad_step = None
         if lossy:
             bad = [rank for rank, value in enumerate(finite_losses) if number(value) is None]
             where = f"rank:{bad[0]}" if len(bad) == 1 < len(finite_losses) else ""
@@ -860,34 +373,28 @@ class OnsetTracker:
             has_activations = "activation_rms" in self._of_layers
             self._add_outlier(7, "loss" if has_activations else "losses", where, "loss")
         elif losses:
-            lossy = self._judge_finite_losses(losses, num_high, merged.run.get("grad_norm"))
+            lossy = self._judge_finite_losses(losses, number(merged.run.get("grad_norm")) or 0.0)
         self._judge_rank_norms(merged, lossy=lossy)
-        sigmas, _ = self._check_series("total", _log(number(merged.run.get("grad_norm"))))
+        sigmas, _ = self._check_series("total", logarithm(number(merged.run.get("grad_norm"))))
         return lossy, sigmas
 
-    def _judge_finite_losses(
-        self, losses: Sequence[float], num_high: int, norm: float | None
-    ) -> bool:
+    def _judge_finite_losses(self, losses: Sequence[float], norm: float) -> bool:
         """Check the ranks' finite losses for a first change; return whether one left its range."""
         mean = math.fsum(losses) / len(losses)
         sigmas, middle = self._check_series("loss", mean)
-        if not num_high:
-            self._high_from = self._series["loss"].peak
-        is_high = mean - middle > self._high_from
-        self._num_high = num_high + 1 if is_high else 0
-        self._loss_height = (mean - middle, sigmas > 0.0 or is_high)
-        norm = number(norm) or 0.0
-        bad = _BadStep(self._key[1], norm, (mean, middle, self._series["loss"].sigmas))
-        if sigmas > SIGMAS or self._num_high >= _HIGH_STEPS:
+        self._high.measure(mean - middle, self._series["loss"].peak, is_out=sigmas > 0.0)
+        num_above = self._high.num_above
+        bad = BadStep(self._key[1], norm, (mean, middle, self._series["loss"].sigmas))
+        if sigmas > SIGMAS or num_above >= HIGH_STEPS:
             # Damaged weights raise every rank's loss, as bad data do.
             subject: Subject = "data" if "weight_written_ratio" in self._peaks else "losses"
             where = "rank:0" if subject == "data" and len(losses) == 1 else ""
-            back = _HIGH_STEPS - 1 if sigmas <= SIGMAS and self._num_high == _HIGH_STEPS else 0
+            back = HIGH_STEPS - 1 if sigmas <= SIGMAS and num_above == HIGH_STEPS else 0
             numbers = (mean, middle, sigmas or self._series["loss"].sigmas)
             self._add_outlier(10, subject, where, "loss", *numbers, steps_back=back)
-        lossy = sigmas > SIGMAS / 2 or self._num_high >= _HIGH_STEPS
+        lossy = sigmas > SIGMAS / 2 or num_above >= HIGH_STEPS
         if 1 < len(losses) <= MOST_RANKS:
-            others = _medians_of_others(losses)
+            others = medians_of_others(losses)
             zeds = self._check_rank_series("rank_loss", losses, others)
             top = max(range(len(zeds)), key=zeds.__getitem__)
             second = max((z for rank, z in enumerate(zeds) if rank != top), default=0.0)
@@ -900,7 +407,7 @@ class OnsetTracker:
             rank, of_others = top if is_of_one else -1, (others[top], usual, common)
             bad = bad._replace(rank=rank, of_rank=numbers, of_others=of_others)
             lossy |= zeds[top] > SIGMAS / 2
-        self._bad_step = bad if self._loss_height[1] else None
+        self._high.take_step(bad)
         return lossy
 
     def _judge_rank_norms(self, merged: MergedStep, *, lossy: bool) -> None:
@@ -911,7 +418,7 @@ class OnsetTracker:
         if min(norms) <= 0.0:
             return
         logs = [math.log(norm) for norm in norms]
-        others = _medians_of_others(logs)
+        others = medians_of_others(logs)
         zeds = self._check_rank_series("rank_grad_norm", logs, others)
         top = max(range(len(zeds)), key=zeds.__getitem__)
         if zeds[top] > SIGMAS and not lossy:
@@ -922,7 +429,7 @@ class OnsetTracker:
         """Return by how many sigmas a series left its range, to find the first change, or 0."""
         course = self._series.get(name)
         if course is None:
-            course = self._series[name] = _SeriesReference(_FLOORS[name.partition("/")[0]])
+            course = self._series[name] = SeriesReference(_FLOORS[name.partition("/")[0]])
         sigmas = course.sigmas_beyond_limit(value)
         self._looked.append((course, value, name == "data_wait_seconds"))
         return sigmas, course.middle
@@ -932,26 +439,26 @@ class OnsetTracker:
     ) -> Sequence[float]:
         """Return by how many sigmas each rank left its distance from the others, or 0."""
         relative = [value - other for value, other in zip(values, others, strict=True)]
-        if len(values) > _FEW_RANKS:
+        if len(values) > FEW_RANKS:
             zeds, _ = self._sigmas_beyond_limit(name, np.array(relative), of_layers=False)
             return [float(z) for z in zeds[: len(values)]]
         return [self._check_series(f"{name}/{i}", value)[0] for i, value in enumerate(relative)]
 
-    def _judge_data_waits(self, merged: MergedStep) -> list[_SeriesOutlier]:
+    def _judge_data_waits(self, merged: MergedStep) -> list[SeriesOutlier]:
         """Check whether the longest wait of a rank for the data loader is the first change."""
         waits, ranks = finite(merged.ranks.get("data_wait_seconds"))
         if not waits:
             return []
         wait = max(waits)
-        sigmas, middle = self._check_series("data_wait_seconds", _log(wait))
+        sigmas, middle = self._check_series("data_wait_seconds", logarithm(wait))
         longest = step_seconds(merged)
         # A wait shorter than a step delays no rank.
-        if sigmas > SIGMAS and self._durations and wait > _sorted_median(sorted(self._durations)):
+        if sigmas > SIGMAS and self._durations and wait > sorted_median(sorted(self._durations)):
             late = [rank for rank, each in zip(ranks, waits, strict=True) if each > wait / 2]
             num = len(merged.ranks["data_wait_seconds"])
             where = f"rank:{late[0]}" if len(late) == 1 < num else ""
             numbers = (wait, math.exp(middle), sigmas)
-            return [_SeriesOutlier(merged.step, 1, "loader", where, "data_wait_seconds", *numbers)]
+            return [SeriesOutlier(merged.step, 1, "loader", where, "data_wait_seconds", *numbers)]
         if longest:
             self._durations.append(longest)
         return []
@@ -998,7 +505,7 @@ class OnsetTracker:
                 continue
             # A missing value counts as 0; a NaN was caused by writing a NaN.
             written = np.where(rows.has(name), np.where(np.isnan(written), np.inf, written), 0.0)
-            peaks = self._peaks.setdefault(name, _WriteRatioPeaks())
+            peaks = self._peaks.setdefault(name, WriteRatioPeaks())
             is_out = peaks.find_outliers(written)
             if is_out.any() and order == 3 and not rows.has("weight_written_ratio").any():
                 # It was read after a finding. The loss rose because of it, unless it has a cause.
@@ -1007,7 +514,7 @@ class OnsetTracker:
                 back = min(self._key[1] - onset.step, LAG) if onset and is_effect else 0
                 numbers = (self._names[at], RESET_MOMENTS, float(written[at]))
                 self._add_outlier(order, subject, *numbers, steps_back=back)
-                self._reset = self._out[-1]._replace(step=self._key[1])
+                self._high.reset = self._out[-1]._replace(step=self._key[1])
             elif is_out.any():
                 at = int(np.argmax(written))
                 is_of_all = order == 3 and int(is_out.sum()) > max(1, len(written) // 2)
@@ -1051,7 +558,7 @@ class OnsetTracker:
         if not is_next:
             return
         moved = np.full(len(weights), np.nan)
-        moved[:num_both] = _logarithm(weights[:num_both]) - _logarithm(before[:num_both])
+        moved[:num_both] = logarithms(weights[:num_both]) - logarithms(before[:num_both])
         z, _ = self._sigmas_beyond_limit("weight_norm", moved)
         at = int(np.argmax(np.abs(z)))
         if abs(z[at]) > SIGMAS:
@@ -1066,7 +573,7 @@ class OnsetTracker:
         bad = ~np.isfinite(rms) & rows.has("activation_rms")
         if bad.any():
             self._add_layer(6, int(np.argmax(bad)), "activation_rms")
-        z, middle = self._sigmas_beyond_limit("activation_rms", _logarithm(rms))
+        z, middle = self._sigmas_beyond_limit("activation_rms", logarithms(rms))
         far = np.abs(z)
         if far.max() <= SIGMAS:
             return
@@ -1100,9 +607,9 @@ class OnsetTracker:
         if is_zero.any() and not (norms[np.isfinite(norms)] == 0.0).all():
             self._add_layer(12, int(np.argmax(is_zero)), "grad_norm", 0.0)
         self._had_gradient = norms > 0.0
-        z, middle = self._sigmas_beyond_limit("grad_norm", _logarithm(norms))
+        z, middle = self._sigmas_beyond_limit("grad_norm", logarithms(norms))
         at = int(np.argmax(z))
-        logs = _logarithm(norms)
+        logs = logarithms(norms)
         # Without rows of the step before, its total norm is the most that a layer can have had.
         earlier = np.full(len(norms), self._total)
         if is_next:
@@ -1137,7 +644,7 @@ class OnsetTracker:
             return
         logs = np.log(norms[at])
         shares = np.full(len(norms), np.nan)
-        shares[at] = logs - np.array(_medians_of_others(logs.tolist()))
+        shares[at] = logs - np.array(medians_of_others(logs.tolist()))
         z, middle = self._sigmas_beyond_limit("grad_share", shares)
         moved = (z[: len(norms)] != 0.0) & (np.abs(shares - middle[: len(norms)]) > _SHIFT)
         is_first = not self._has_share_moved
@@ -1175,8 +682,8 @@ class OnsetTracker:
         """
         if self._low_share is None or self._low_share.layer != layer:
             step, since = self._key[1], None if self._norm_out is None else self._norm_out[0]
-            rise = _log(math.hypot(*norms[np.isfinite(norms)])) - self._total
-            is_second = self._was_loss_high and since in (None, step) and rise > _JUMP
+            rise = logarithm(math.hypot(*norms[np.isfinite(norms)])) - self._total
+            is_second = self._high.was_out and since in (None, step) and rise > _JUMP
             self._low_share = _LowShare(layer, step if since is None else since, is_second)
         return self._low_share.since, self._low_share.is_second
 
@@ -1188,7 +695,7 @@ class OnsetTracker:
         """
         onset, others = self._numbers.onset, np.delete(rises, at)
         others = others[np.isfinite(others)]
-        is_high = self._was_loss_high  # so far, its onset may need one more step
+        is_high = self._high.was_out  # so far, its onset may need one more step
         if onset is not None:
             is_high = onset.subject in ("data", "losses") and not onset.is_nonfinite
         if not is_high:
@@ -1206,7 +713,7 @@ class OnsetTracker:
         updates = rows.column("update_norm")
         if updates is None or not self._applied:
             return
-        logs = _logarithm(updates) - math.log(abs(self._applied))
+        logs = logarithms(updates) - math.log(abs(self._applied))
         z, middle = self._sigmas_beyond_limit("update_norm", logs)
         at = int(np.argmax(z))
         if z[at] <= SIGMAS or not calm:
@@ -1219,137 +726,9 @@ class OnsetTracker:
         self._add_outlier(14, subject, where, "update_norm", *numbers, steps_back=1)
 
 
-def _find_second_data(steps: Sequence[_BadStep], where: str) -> _SeriesOutlier | None:
-    """Return the second of two data problems of a high loss that ended at once; None for one.
-
-    Either only one concerns all ranks, or the gradients of the later one are larger.
-
-    Args:
-        steps: the first steps of the loss.
-        where: location of both, unless their ranks differ.
-    """
-    if len(steps) < 2 * _LEAST_APART:
-        return None
-    if any(each.rank_alone >= 0 and each.of_rank[2] > SIGMAS for each in steps):
-        return _find_other_ranks(steps)
-    at = _find_larger_gradients([each.norm for each in steps])
-    if at is None:
-        return None
-    return _SeriesOutlier(steps[at].step, 10, "data", where, "loss", *steps[at].loss, True)
-
-
-def _find_other_ranks(steps: Sequence[_BadStep]) -> _SeriesOutlier | None:
-    """Return the second data problem if one concerns one rank and the other all ranks.
-
-    Each is seen without the other: the first at the beginning, the second also at the end.
-    """
-    alone = [each.rank_alone for each in steps]
-    first, last = set(alone[:_LEAST_APART]), set(alone[-_LEAST_APART:])
-    if len(first) == 1 and min(first) >= 0:
-        num = next((i for i, each in enumerate(steps) if each.is_of_others), len(steps))
-        num_others = sum(each.is_of_others for each in steps[num:])
-        if num_others >= _LEAST_APART and max(alone[num:]) < 0 and _is_as_high(steps[num]):
-            at = steps[num]
-            return _SeriesOutlier(at.step, 10, "data", "", "loss", *at.of_others, True)
-    elif len(last) == 1 and min(last) >= 0:
-        rank = min(last)
-        num = max((i + 1 for i, each in enumerate(steps) if each.rank != rank), default=0)
-        if num >= _LEAST_APART and all(each.is_of_others for each in steps[:num]):
-            at, where = steps[num], f"rank:{rank}"
-            return _SeriesOutlier(at.step, 9, "data", where, "rank_loss", *at.of_rank, True)
-    return None
-
-
-def _is_as_high(bad: _BadStep) -> bool:
-    """Return whether the others' loss rose about as much; less may follow from the rank's data."""
-    other_loss, usual, _ = bad.of_others
-    return other_loss - usual > (bad.of_rank[0] - usual) / 4
-
-
-def _find_larger_gradients(norms: Sequence[float]) -> int | None:
-    """Return the index from which all gradient norms are larger, by more than each part varies."""
-    if min(norms) <= 0.0:
-        return None
-    for at in range(_LEAST_APART, len(norms) - _LEAST_APART + 1):
-        before, after = norms[:at], norms[at:]
-        spread = max(max(part) / min(part) for part in (before, after))
-        if min(after) / max(before) > max(_OTHER_DATA, spread):
-            return at
-    return None
-
-
-def _logarithm(values: Floats) -> Floats:
-    """Return the logarithms that the detector judges of a step's series; NaN without one."""
-    is_positive = values > 0.0
-    return np.log(np.where(is_positive, values, np.nan))
-
-
-def _log(value: float | None) -> float:
-    """Return the logarithm that the detector judges of a step's number; NaN without one."""
-    return math.log(value) if value is not None and value > 0.0 else math.nan
-
-
-def _medians_of_others(values: Sequence[float]) -> list[float]:
-    """Return for each series the median of the others: a change that all share came not first."""
-    num = len(values)
-    if num > _FEW_RANKS:
-        return [_sorted_median(sorted(values))] * num
-    order = sorted(range(num), key=values.__getitem__)
-    ordered = [values[i] for i in order]
-    low, high = (num - 2) >> 1, (num - 1) >> 1
-    others = [0.0] * num
-    for position, i in enumerate(order):
-        others[i] = (ordered[low + (position <= low)] + ordered[high + (position <= high)]) / 2
-    return others
-
-
 def _is_deliberate_change(before: float | None, value: float | None) -> bool:
     """Return whether a setting was changed deliberately, which counts as a first change."""
     if before is None or value is None:
         return before is not value
     low, high = sorted((abs(before), abs(value)))
     return high > _SETTING * low
-
-
-# ------------------------------------------------------------------------------- the origin
-
-
-def find_origin_onset(
-    onsets: Iterable[Onset],
-    *,
-    attempt: int,
-    step: int,
-    is_of_speed: bool | None = None,
-    is_of_setting: bool = False,
-    planned: Sequence[tuple[int, int]] = (),
-) -> Onset | None:
-    """Return the first change before, or at, a problematic step; None if there is no precursor.
-
-    Args:
-        onsets: onsets of the run.
-        attempt: attempt of the problem.
-        step: step at which the problem was found.
-        is_of_speed: whether the problem concerns speed; None: either.
-        is_of_setting: whether the problem is a changed setting: only that can be its origin.
-        planned: first step and number of steps of changes that the run announced: onsets there are
-            intended.
-    """
-    near = [
-        onset
-        for onset in onsets
-        if onset.attempt == attempt
-        and onset.step <= step
-        and onset.last_step > step - (WINDOW if onset.is_lasting else _STILL)
-        and onset.step > step - _LONGEST
-        and not any(first <= onset.step < first + num for first, num in planned)
-        and (is_of_speed is None or onset.is_of_speed == is_of_speed)
-        and (onset.is_of_setting or not is_of_setting)
-    ]
-    # A number that is NaN at the step outranks every earlier series that was only high. A layer
-    # that learns no more since this step outranks them too.
-    turned = [onset for onset in near if onset.is_nonfinite and onset.last_step >= step]
-    # A second problem outranks the high loss before it.
-    lasting = [each for each in near if each.is_lasting or (each.is_apart and each.step == step)]
-    is_strong = bool(turned) or any(onset.step == step for onset in lasting)
-    first = min(turned + lasting if is_strong else near, key=lambda onset: onset.step, default=None)
-    return None if first is None or first.is_old else first
