@@ -199,23 +199,8 @@ class OnsetTracker:
         self._find_setting_changes(merged)
         self._high.start_step()
         lossy, zeds = self._judge_losses(merged)
-        if zeds:
-            far = self._series["total"].distance
-            if self._norm_out is None or far > self._norm_out[1] + _JUMP:
-                self._norm_out = merged.step, far
-        if not abs(self._series["total"].sigmas) <= SIGMAS:
-            self._num_norms_in = 0
-        else:
-            self._num_norms_in += 1
-            if self._num_norms_in >= _NORMS_IN:
-                self._norm_out = None
-        norm = merged.run.get("grad_norm")
-        is_lost = any(each.series == "loss" and each.value is None for each in out)
-        is_lost |= norm is not None and not norm <= HUGE_WEIGHT
-        if not is_lost or not number(merged.run.get("skipped")):
-            self._lost_since = None
-        elif self._lost_since is None or not follows:
-            self._lost_since = merged.step
+        self._track_norm(merged.step, is_out=zeds != 0.0)
+        self._track_lost_steps(merged, follows=follows)
         speed = self._judge_data_waits(merged)
         if merged.layers:
             self._judge_layer_rows(merged, lossy=lossy, follows=follows)
@@ -231,13 +216,8 @@ class OnsetTracker:
                 self._judged_from = self._key
         is_guarded = self._num_judged <= GUARD
         is_old = is_guarded and not any(each.sigmas is None for each in out)
-        # A loss may be known to be high only now; what changes in this step may be another problem.
-        early = [each for each in out if each.step < merged.step]
-        late = [each for each in out if each not in early]
-        is_late_loss = any(each.series == "loss" for each in early)
-        is_split = self._numbers.onset is None and is_late_loss and late
         changed = False
-        for part in (early, late) if is_split else (out,):
+        for part in self._parts_of(out):
             changed |= self._update_episode(self._numbers, merged.attempt, part, is_old=is_old)
         self._attribute_loss_to_data(merged)
         changed |= self._update_episode(self._speed, merged.attempt, speed, is_old=is_guarded)
@@ -247,6 +227,39 @@ class OnsetTracker:
                 is_quiet = is_quiet and not self._has_share_moved
             course.add(values, merged.step, is_quiet=is_quiet)  # type: ignore[arg-type]
         return changed
+
+    def _track_norm(self, step: int, *, is_out: bool) -> None:
+        """Track since when the gradient norm is out."""
+        norms = self._series["total"]
+        if is_out and (self._norm_out is None or norms.distance > self._norm_out[1] + _JUMP):
+            self._norm_out = step, norms.distance
+        if not abs(norms.sigmas) <= SIGMAS:
+            self._num_norms_in = 0
+            return
+        self._num_norms_in += 1
+        if self._num_norms_in >= _NORMS_IN:
+            self._norm_out = None
+
+    def _track_lost_steps(self, merged: MergedStep, *, follows: bool) -> None:
+        """Track since when each step is skipped for a non-finite loss or a lost gradient norm."""
+        norm = merged.run.get("grad_norm")
+        is_lost = any(each.series == "loss" and each.value is None for each in self._out)
+        is_lost |= norm is not None and not norm <= HUGE_WEIGHT
+        if not is_lost or not number(merged.run.get("skipped")):
+            self._lost_since = None
+        elif self._lost_since is None or not follows:
+            self._lost_since = merged.step
+
+    def _parts_of(self, out: Sequence[SeriesOutlier]) -> tuple[Sequence[SeriesOutlier], ...]:
+        """Return the series that are out, in two parts if they may be two problems.
+
+        A loss may be known to be high only now; what changes in this step may be another problem.
+        """
+        early = [each for each in out if each.step < self._key[1]]
+        late = [each for each in out if each not in early]
+        is_late_loss = any(each.series == "loss" for each in early)
+        is_split = self._numbers.onset is None and is_late_loss and late
+        return (early, late) if is_split else (out,)
 
     def _add_outlier(
         self,
