@@ -241,7 +241,7 @@ class OnsetTracker:
             self._norm_out = None
 
     def _track_lost_steps(self, merged: MergedStep, *, follows: bool) -> None:
-        """Track since when each step is skipped for a non-finite loss or a lost gradient norm."""
+        """Track since when each step is skipped because its loss or its gradients are lost."""
         norm = merged.run.get("grad_norm")
         is_lost = any(each.series == "loss" and each.value is None for each in self._out)
         is_lost |= norm is not None and not norm <= HUGE_WEIGHT
