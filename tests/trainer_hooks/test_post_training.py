@@ -343,6 +343,21 @@ def test_the_warning_of_missing_scalars_says_that_nothing_halts(tmp_path, caplog
     assert "on_collapse='stop' cannot halt the run" in caplog.text
 
 
+def test_a_reward_that_is_best_at_full_length_does_not_halt(tmp_path):
+    def full_length(step: int) -> dict[str, float]:
+        part = min(step / 60, 1.0)
+        return {
+            "entropy": 1.5 * (0.01 / 1.5) ** part,
+            "reward": 0.1 + 0.85 * part + 0.02 * math.sin(step),
+            "completions/clipped_ratio": 0.3 + 0.65 * part,
+        }
+
+    loop = a_loop(on_collapse="stop", checkpoints=tmp_path / "kept")
+    with loop.monitor as monitor:
+        train(loop, 120, full_length)
+    assert 120 == monitor.step_index
+
+
 def test_a_run_whose_reward_comes_late_in_the_first_steps_is_not_warned(caplog):
     loop = a_loop()
     with loop.monitor:

@@ -198,8 +198,8 @@ IN_STORES = {
 
 
 OF_SCALARS = {
-    "policy_collapse": "place episode beyond_since entropy reward cut num_before",
-    "dead_reward": "place episode beyond_since share reward",
+    "policy_collapse": "place episode beyond_since entropy reward cut num_before repeats",
+    "dead_reward": "place episode beyond_since share reward constant num_constant is_constant",
     "kl_runaway": "place episode beyond_since recent first at_best reward milestones",
     "truncation": "place episode beyond_since cut reward",
     "reward_hacking": "place episode beyond_since reward held_out first best num_below num_since "
@@ -207,10 +207,10 @@ OF_SCALARS = {
     "policy_ratio": "place episode beyond_since clipped ratio",
     "sampler_gap": "place episode beyond_since gap",
     "preference": "place episode beyond_since chosen rejected rewards accuracies first first_at "
-    "early first_step num_pairs is_start_judged",
+    "early first_step num_pairs is_start_judged is_leaked",
     "overconfidence": "place episode beyond_since margins accuracies accuracy loss num_worse",
     "memorized": "place episode beyond_since recent evaluated best best_step drops last_epoch "
-    "start start_at is_start_judged",
+    "start start_at is_start_judged is_known",
     "forgetting": "place episode beyond_since recent first first_step num is_judged",
     "labels": "place episode beyond_since reported",
     "adapter": "place episode beyond_since reported",

@@ -141,7 +141,7 @@ class PostTrainingFeature(StepFeature):
         with self._run.faults.fail_open("post_training"):
             findings = self._judge.judge(before_step=step.step, attempt=step.attempt)
         # First the halt, which must not depend on a file.
-        lost = next((finding for finding in findings if finding.kind in COLLAPSES), None)
+        lost = next((finding for finding in findings if finding.cause in COLLAPSES), None)
         if self._stops and self._pending is None:
             self._pending = lost
         for finding in findings:

@@ -54,6 +54,7 @@ _ADVICE = {
     "gpu_ecc": "Reset or replace the GPU: `nvidia-smi -q -d ECC` on its node.",
     "replica_corrupted": "Take the node out of the job and run `dcgmi diag -r 3` on it.",
     "policy_collapse": f"{_GO_BACK} Lower the learning rate, or raise beta. {_READ}",
+    "repetition": f"If full length is best for the task, nothing is wrong. {_READ}",
     "kl_runaway": f"{_GO_BACK} Raise beta, or lower the learning rate. {_READ}",
     "dead_reward": f"Check the reward's parser and the prompts' success rate. {_READ}",
     "truncation": "Check the end-of-sequence token of the chat template, and the length limit. "

@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
@@ -159,6 +160,89 @@ def test_a_task_that_needs_long_completions_is_silent():
         row | {"entropy": noisy(0.4, n, 0.05), "completions/clipped_ratio": min(0.9, n / 60)}
         for n, row in enumerate(solved())
     ]
+    assert [] == causes(judged(rows))
+
+
+def best_at_full_length(num: int = 120) -> list[dict[str, float]]:
+    return [
+        row | {"completions/clipped_ratio": min(0.95, 0.3 + n / 60)}
+        for n, row in enumerate(solved(num))
+    ]
+
+
+def test_a_reward_that_is_best_at_full_length_is_no_reason_to_halt():
+    (finding,) = judged(best_at_full_length())
+    assert ("policy_collapse", "repetition") == (finding.kind, finding.cause)
+    assert "the reward is " in finding.reason
+
+
+def test_a_reward_that_is_lost_at_full_length_is_reported_as_a_collapse_of_its_own():
+    lost = [row | {"reward": noisy(0.2, n)} for n, row in enumerate(best_at_full_length()[-60:])]
+    found = causes(judged(best_at_full_length() + lost))
+    assert ["repetition", "policy_collapse"] == [
+        cause for _, cause in found if cause in ("repetition", "policy_collapse")
+    ]
+
+
+def constant(level: float, *, share_before: float = 0.1, num: int = 40) -> list[dict[str, float]]:
+    """Return a reward that rises to 0.6, and then is the same number in all groups."""
+    rising = [
+        {
+            "reward": noisy(0.1 + 0.5 * min(n / 60, 1.0), n),
+            "frac_reward_zero_std": noisy(share_before, n, 0.05),
+            "entropy": 2.0,
+        }
+        for n in range(80)
+    ]
+    return rising + [
+        {"reward": level, "frac_reward_zero_std": 1.0, "entropy": 2.0} for _ in range(num)
+    ]
+
+
+def test_a_reward_that_is_constant_at_once_is_reported_although_little_of_it_is_lost():
+    (finding,) = judged(constant(0.5))
+    assert (87, "dead_reward") == (finding.step, finding.cause)
+    assert "check its parser" in finding.reason
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        constant(0.63),  # as high as ever: the task may be solved
+        constant(0.5, num=7),
+        constant(0.5, share_before=0.8),  # a share that climbed
+    ],
+)
+def test_a_constant_reward_that_may_be_healthy_is_silent(rows: Rows):
+    assert [] == causes(judged(rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "level"), [("frac_reward_zero_std", 12.0), ("completions/clipped_ratio", 95.0)]
+)
+def test_a_share_in_percent_is_not_taken_for_all_of_them(name: str, level: float):
+    rows = [{"reward": noisy(0.2, n), name: level if n > 60 else 4.0} for n in range(300)]
+    assert [] == causes(judged(rows))
+
+
+WRONG_SIGN = """
+    8 10 9 9 10 8 8 9 10 11 12 10 11 9 10 11 9 6 14 9 14 9 12 10 13 12 15 14 11 14 12 12 10 12
+    14 12 15 16 12 18 18 14 15 18 19 16 15 17 16 17 17 19 25 16 14 20 19 23 26 24 22 24 27 27 31
+    26 30 31 28 30 28 35 32 32 48 40 35 34 45 45 46 46 44 54 39 44 46 27 39 46 42 46 49 46 58 33
+    47 52 38 43 -57 -55 -57 -59 -64 -56 -48 -58 -62 -56 -55 -60 -55 -41 -57 -52 -60 -49 -52 -41
+    -56 -54 -47 -42 -57 -57 -54 -55 -48 -40 -45 -45 -45 -44 -33 -34 -50 -39 -38 -50 -37 -41 -31
+    -26 -36 -23 -27 -34 -27 -29 -31 -30 -31 -26 -29 -20 -21 -22 -23 -23
+"""
+"""Rewards of a training, in hundredths."""
+
+
+def test_a_reward_with_the_wrong_sign_is_no_divergence_while_the_policy_comes_back():
+    """The reward of this training has the wrong sign from step 100 on."""
+    levels = (0.0, 0.01, 0.02, 0.05, 0.08, 0.14, 0.18, 0.36, 0.72, 0.94, 0.98, 1.47, 1.08, 0.98,
+              0.62, 0.36, 0.22)  # fmt: skip
+    divergence = [a + (b - a) * part / 10 for a, b in pairwise(levels) for part in range(10)]
+    rewards = [int(percent) / 100 for percent in WRONG_SIGN.split()]
+    rows = [{"reward": r, "kl": kl} for r, kl in zip(rewards, divergence, strict=True)]
     assert [] == causes(judged(rows))
 
 

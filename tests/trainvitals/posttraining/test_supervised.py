@@ -160,6 +160,23 @@ def test_counts_of_labels_and_adapters_are_reported_once(name, bad, good, cause)
     assert [] == judged([{name: good}] * 3)
 
 
+def test_a_count_holds_until_another_process_counts_again():
+    detectors = PostTrainingDetectors("sft")
+    for step, row in enumerate([{"lora/optimizer_share": 0.0}, *[{"loss": 2.0}] * 50]):
+        detectors.update(row, step=step, attempt=1, time_unix_ns=step)
+        assert "adapter" in detectors.lasting()
+    detectors.update({"lora/optimizer_share": 1.0}, step=60, attempt=2, time_unix_ns=60)
+    assert "adapter" not in detectors.lasting()
+
+
+def test_leaked_pairs_and_known_rows_hold_to_the_end():
+    leaked, known = PostTrainingDetectors("dpo"), PostTrainingDetectors("sft")
+    for step in range(300):
+        leaked.update({"rewards/accuracies": 1.0}, step=step, attempt=1, time_unix_ns=step)
+        known.update({"loss": 0.01}, step=step, attempt=1, time_unix_ns=step)
+    assert ({"preference"}, {"memorized"}) == (leaked.lasting(), known.lasting())
+
+
 def test_adapters_are_judged_in_each_kind_of_run_and_labels_only_in_sft():
     both = [{"lora/base_share": 1.0, "labels/end_share": 0.0}]
     assert {"base_trained", "no_end_label"} == {cause for _, cause in judged(both)}

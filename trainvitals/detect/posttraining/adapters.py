@@ -45,7 +45,11 @@ class AdapterWatcher(CountWatcher):
                 "gradient checkpointing without enable_input_require_grads(). Look at the "
                 "gradients of one adapter",
             )  # fmt: skip
-        if base is not None and base > 0.0:
+        elif in_optimizer is not None or with_gradient is not None:
+            self._clear("adapter")
+        if base is not None and base <= 0.0:
+            self._clear("base_trained")
+        elif base is not None:
             findings += self._report_once(
                 merged, "base_trained", base, 0.0,
                 f"the base weights of {base:.0%} of the adapted layers are trained as well, so "

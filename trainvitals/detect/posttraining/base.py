@@ -224,6 +224,13 @@ class RewardCourse(ValueCourse):
         del changes[len(changes) - int(_OUTLIERS * len(changes)) :]
         return _TO_SIGMA * sum(changes) / len(changes) if changes else 0.0
 
+    @property
+    def is_far_below_best(self) -> bool:
+        """Return whether the reward is lower than at its best, by more than its fast noise."""
+        level, best = self.level, self.best
+        least = self._config.gain_sigmas * self.noise
+        return level is not None and best is not None and best - level > least
+
     def _sigma(self, fast: float, drift: float) -> float:
         """Return a larger deviation of the reward if neighboring values are correlated.
 
@@ -616,7 +623,10 @@ class PostTrainingWatcher(LastingWatcher):
 
 
 class CountWatcher(PostTrainingWatcher):
-    """Base: reports facts that were counted over the first batches or steps, each one once."""
+    """Base: reports facts that were counted over the first batches or steps, each one once.
+
+    Later steps do not change such a fact, so it holds until another process counts again.
+    """
 
     STATE = ("_reported",)
     CAUSES: ClassVar[tuple[str, ...]] = ()
@@ -625,6 +635,15 @@ class CountWatcher(PostTrainingWatcher):
         super().__init__(config)
         self._reported = 0
         """Causes that were reported, as bits."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a reported fact still holds."""
+        return self._reported != 0
+
+    def _clear(self, cause: str) -> None:
+        """Note that a new count does not show the fact."""
+        self._reported &= ~(1 << self.CAUSES.index(cause))
 
     def _report_once(
         self, merged: MergedStep, cause: str, value: float, limit: float, reason: str

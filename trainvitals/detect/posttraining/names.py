@@ -240,6 +240,10 @@ _OF_ANY_RUN = frozenset(
         *(ADAPTERS_IN_OPTIMIZER, ADAPTERS_WITH_GRADIENT, BASE_IN_OPTIMIZER),
     )
 )
+_SHARES = frozenset((DEAD_SHARE, CUT_SHARE, CLIP_SHARE, ACCURACY, EVAL_ACCURACY))
+"""Quantities between 0 and 1. One in percent is not read: a share of 12 would count as 1."""
+_SHARE_ERROR = 0.01
+"""Rounding error of a share."""
 _PREFIX = "train/"
 _OF_SUMMED_KL = (("scores", "kl_reward"), ("scores", "rlhf_reward"))
 """Names that show torchtune's PPO: its ``kl`` is summed over the tokens, that of others is not."""
@@ -261,7 +265,8 @@ def read_quantities(values: Mapping[str, float]) -> dict[str, float]:
         if name not in plain or read in quantities:
             continue
         value = reading.offset + reading.factor * plain[name]
-        if math.isfinite(value):
+        is_share = read not in _SHARES or -_SHARE_ERROR <= value <= 1.0 + _SHARE_ERROR
+        if math.isfinite(value) and is_share:
             quantities[read] = value
     return quantities
 

@@ -8,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from trainvitals.detect.fleet.base import MergedStep, upper_median
+from trainvitals.detect.fleet.base import ConditionEpisode, MergedStep, upper_median
 from trainvitals.detect.posttraining import names
 from trainvitals.detect.posttraining.base import (
     Milestones,
@@ -27,6 +27,8 @@ _LEVEL = 3
 """Evaluations whose median is the held-out level."""
 _DRIFT_EVALUATIONS = 16
 """Evaluations over which a drift without direction adds up."""
+_CONSTANT = 8
+"""Values of a reward that is the same for all completions, from which it is not chance."""
 _FALLING_PART = 0.05
 """Smallest loss of a held-out reward that falls while the training reward rises, as a part of its
 gain."""
@@ -40,11 +42,13 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
     low within 30 values, 8 more without a gain of reward are enough: a success as fast as this is
     larger than the noise. Without a reward or a share of cut completions it abstains. A reward that
     is at least 0.9 of 1, or whose highest values are cut off or recur, may be solved from the
-    start: it is not called flat.
+    start: it is not called flat. Completions that run into the limit while the reward is not lost
+    have the cause ``repetition``, which never halts: the reward may be best at full length.
     """
 
     name = "policy_collapse"
-    STATE = ("_entropy", "_reward", "_cut", "_num_before")
+    STATE = ("_entropy", "_reward", "_cut", "_num_before", "_repeats")
+    MAY_LACK = True  # states of older versions lack ``_repeats``
 
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
         super().__init__(config)
@@ -53,6 +57,13 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
         self._cut = ShareCourse(self._config.window)
         self._num_before: int | None = None
         """Rewards from before the entropy was low; -1 if the start of the run is unknown."""
+        self._repeats = ConditionEpisode(self._config.clear_after)
+        """Whether completions run into the limit, although the reward is not lost."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the policy is still deterministic, without success or at full length."""
+        return self._repeats.on or super().goes_on
 
     def _courses(self) -> Sequence[ValueCourse]:
         """Return the levels of entropy, reward and cut completions that a restart resets."""
@@ -82,52 +93,70 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
         level = self._entropy.latest if self._reward.is_sudden else level
         self._note_beyond(level <= limit)
         if level > limit:
+            self._repeats.begins(False)
             return self._end_condition()
         if self._num_before is None:
             self._num_before = self._reward.num
-        if (sign := self._failure()) is None:
-            return ()  # unknown is not healthy
-        if not sign:
-            return self._end_condition()
-        reason = (
-            f"the policy collapsed: its entropy fell from {highest:.3g} to {level:.3g}, and "
-            f"{sign}. Likely causes: a learning rate that is too high, no penalty for "
-            "divergence, a reward without signal, or one that a fixed text satisfies. Go back "
-            "to a checkpoint before the fall; lower the learning rate, or raise beta"
-        )
-        return self._begin_condition(merged, reason, value=level, limit=limit)
-
-    def _failure(self) -> str | None:
-        """Return the sign that the policy failed; empty without one, None if it is unknown."""
-        outcome, cut = self._reward.outcome, self._cut
-        config = self._config
-        if outcome in ("fell", "flat"):
-            return self._reward.describe()
-        mean = cut.mean
-        is_cut = mean is not None and mean >= config.cut_share
-        if mean is not None and is_cut and mean - cut.lowest >= config.cut_rise:
-            return (
-                f"{mean:.0%} of the completions are cut at the length limit (lowest share before: "
-                f"{cut.lowest:.0%})"
+        fell = f"the policy collapsed: its entropy fell from {highest:.3g} to {level:.3g}, and "
+        has_failed = self._has_failed()
+        if has_failed:
+            reason = (
+                f"{fell}{self._reward.describe()}. Likely causes: a learning rate that is too "
+                "high, no penalty for divergence, a reward without signal, or one that a fixed "
+                "text satisfies. Go back to a checkpoint before the fall; lower the learning rate, "
+                "or raise beta"
             )
-        if outcome == "unknown" and self._reward.is_without_gain(self._num_before or 0):
-            return self._reward.describe()
-        return None if outcome == "unknown" else ""
+            return self._begin_condition(merged, reason, value=level, limit=limit)
+        mean, lowest = self._cut.mean, self._cut.lowest
+        config = self._config
+        if mean is not None and mean >= config.cut_share and mean - lowest >= config.cut_rise:
+            if self._episode.on or not self._repeats.begins(True):
+                return ()
+            course = f"; {self._reward.describe()}" if self._reward.level is not None else ""
+            reason = (
+                f"{fell}{mean:.0%} of the completions are cut at the length limit (lowest share "
+                f"before: {lowest:.0%}){course}. Likely cause: a reward that a fixed text "
+                "satisfies, or one that prefers length. Read some completions: if full length is "
+                "best for the task, nothing is wrong"
+            )
+            return self._report(
+                merged.step, reason, value=level, limit=limit, cause="repetition",
+                onset_step=self._onset(merged.step),
+            )  # fmt: skip
+        if has_failed is None:
+            return ()  # unknown is not healthy
+        self._repeats.begins(False)
+        return self._end_condition()
+
+    def _has_failed(self) -> bool | None:
+        """Return whether the reward shows that the policy failed; None if that is unknown."""
+        outcome = self._reward.outcome
+        if outcome != "unknown":
+            return outcome in ("fell", "flat")
+        return True if self._reward.is_without_gain(self._num_before or 0) else None
 
 
 class DeadRewardWatcher(PostTrainingWatcher):
     """Reports groups without a gradient: all completions of a group have the same reward.
 
     At least 90% of the groups are so, over 20 values, and the reward was lost; over 3 values if it
-    was lost within as many. A solved task has equal rewards too, and is not reported. A run that
-    never had a gradient, whatever its reward, is reported after 100 values.
+    was lost within as many. A solved task has equal rewards too, and is not reported. A reward that
+    suddenly is the same number in all groups, below its best level, is reported after 8 values. A
+    run that never had a gradient, whatever its reward, is reported after 100 values.
     """
 
     name = "dead_reward"
-    STATE = ("_share", "_reward")
+    STATE = ("_share", "_reward", "_constant", "_num_constant", "_is_constant")
+    MAY_LACK = True  # states of older versions lack ``_constant``
 
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
         super().__init__(config)
+        self._constant: float | None = None
+        """The latest reward, if all groups were dead then."""
+        self._num_constant = 0
+        """Steps in a row with this reward."""
+        self._is_constant = False
+        """Whether the reward became constant at once, below its best."""
         self._share = ShareCourse(self._config.dead_values)
         self._reward = RewardCourse(self._config)
 
@@ -141,8 +170,10 @@ class DeadRewardWatcher(PostTrainingWatcher):
         self._reward.add(reward, merged.step)
         if share is None:
             return ()
+        shares_before = self._share.mean
         self._share.add(share, merged.step)
-        is_sudden, config = self._reward.is_sudden, self._config
+        self._note_constant(reward, share, shares_before)
+        is_sudden, config = self._reward.is_sudden or self._is_constant, self._config
         mean = self._share.latest if is_sudden else self._share.mean
         if mean is None or self._reward.level is None:
             return ()
@@ -153,7 +184,9 @@ class DeadRewardWatcher(PostTrainingWatcher):
         never = lowest >= config.never_share
         has_risen = mean - lowest >= config.dead_rise
         # Between both, a task that is rarely solved has a few groups with a gradient: it can learn.
-        if never:
+        if self._is_constant:
+            is_dead = True
+        elif never:
             is_dead = self._share.num >= config.never_values and outcome != "at_best"
         elif outcome == "unknown":
             return ()
@@ -165,7 +198,10 @@ class DeadRewardWatcher(PostTrainingWatcher):
             "prompts that are too hard or too easy, a reward that is constant (check its parser), "
             "a temperature that is too low, or too few completions per prompt"
             if never
-            else "a policy that repeats one completion, or prompts that became too hard or too easy"
+            else "a reward that is the same for all completions: check its parser and its service"
+            if self._is_constant
+            else "a policy that repeats one completion, a reward function that broke (check its "
+            "parser), or prompts that became too hard or too easy"
         )
         reason = (
             f"{mean:.0%} of the groups have equal rewards, so they give no gradient, and "
@@ -175,6 +211,28 @@ class DeadRewardWatcher(PostTrainingWatcher):
         return self._begin_condition(
             merged, reason, value=mean, limit=config.never_share if never else config.dead_share
         )
+
+    def _note_constant(self, reward: float | None, share: float, before: float | None) -> None:
+        """Note whether the reward became the same for all completions within one step.
+
+        While a task is solved, or a policy becomes deterministic, the share of dead groups climbs.
+
+        Args:
+            reward: mean reward of the step.
+            share: share of groups with equal rewards.
+            before: mean share of the steps before; None if there were too few.
+        """
+        is_dead = share >= 1.0 and reward is not None
+        if is_dead and reward == self._constant:
+            self._num_constant = min(self._num_constant + 1, 1 << 30)
+        else:
+            # One step with all groups dead may be chance; the mean before it must not be high.
+            is_new = is_dead and before is not None and before <= self._config.jump_from
+            self._constant, self._num_constant = (reward, 1) if is_new else (None, 0)
+            self._is_constant = False
+        best = self._reward.best
+        if self._num_constant == _CONSTANT and best is not None and self._constant is not None:
+            self._is_constant = self._constant < best - self._reward.noise
 
 
 class KlRunawayWatcher(PostTrainingWatcher):
@@ -240,15 +298,16 @@ class KlRunawayWatcher(PostTrainingWatcher):
         outcome = self._reward.outcome
         if outcome == "unknown":
             return ()
-        # The best of a flat reward is noise, and may be any step.
-        before = first if outcome == "flat" else self._at_best
+        # The best of a flat reward is noise, and may be any step, unless the reward is far below.
+        is_flat = outcome == "flat" and not self._reward.is_far_below_best
+        before = first if is_flat else self._at_best
         limit = max(floor, config.kl_times * max(before, 0.0))
         if level < limit or outcome == "at_best":
             return self._end_condition()
         reason = (
             f"the policy moves away from its reference without a gain: the KL divergence is "
             f"{level:.3g}, and was {before:.3g} "
-            f"{'at first' if outcome == 'flat' else 'when the reward was at its best'}; "
+            f"{'at first' if is_flat else 'when the reward was at its best'}; "
             f"{self._reward.describe()}. Likely causes: a beta that is too low, a learning "
             "rate that is too high, or stale samples. Raise beta or lower the learning rate; "
             "use the checkpoint with the best reward"

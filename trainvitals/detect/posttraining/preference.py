@@ -65,7 +65,9 @@ class PreferenceWatcher(PostTrainingWatcher):
         "_first_step",
         "_num_pairs",
         "_is_start_judged",
+        "_is_leaked",
     )
+    MAY_LACK = True  # states of older versions lack ``_is_leaked``
 
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
         super().__init__(config)
@@ -85,6 +87,13 @@ class PreferenceWatcher(PostTrainingWatcher):
         self._num_pairs = 1
         """Smallest number of pairs that gives such accuracies."""
         self._is_start_judged = False
+        self._is_leaked = False
+        """Whether the pairs were reported as leaked: later steps do not change them."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether reported pairs are still trained, or their log-probabilities still fall."""
+        return self._is_leaked or super().goes_on
 
     @staticmethod
     def is_for(spec: TaskSpec) -> bool:
@@ -99,6 +108,7 @@ class PreferenceWatcher(PostTrainingWatcher):
     def _restarted(self, merged: MergedStep) -> None:
         """Drop the log-probabilities of pairs that are trained again."""
         self._clear_recent()
+        self._is_leaked = False
         if merged.step <= self._first_at:
             self._first.clear()
         if merged.step <= self._step:
@@ -108,6 +118,7 @@ class PreferenceWatcher(PostTrainingWatcher):
         """Compare with the completions' log-probabilities at the announced change."""
         self._clear_recent()
         self._first.clear()
+        self._is_leaked = False
         self._is_start_judged |= self._first_step >= 0
 
     def _clear_recent(self) -> None:
@@ -150,7 +161,7 @@ class PreferenceWatcher(PostTrainingWatcher):
             or certain < _LEAST_CERTAIN
         ):
             return ()
-        self._is_start_judged = True
+        self._is_start_judged = self._is_leaked = True
         reason = (
             f"{mean:.0%} of the pairs are ranked correctly from the start, so there is nothing to "
             "learn. Likely causes: chosen and rejected differ in the template, the length or a "

@@ -33,6 +33,8 @@ class PostTrainingConfig(Settings, frozen=True, kw_only=True):
     """Part of its gain that the reward may lose and still count as at its best."""
     dead_share: Share = 0.9
     """Mean share of groups without a gradient that is reported."""
+    jump_from: Share = 0.5
+    """Mean share of dead groups, at most, before a reward that becomes constant at once."""
     never_share: Share = 0.995
     """Share of dead groups of a run that never had a gradient, since its start."""
     never_values: Annotated[int, Meta(ge=4)] = 100

@@ -104,7 +104,8 @@ class MemorizedWatcher(PostTrainingWatcher):
 
     name = "memorized"
     STATE = ("_recent", "_evaluated", "_best", "_best_step", "_drops", "_last_epoch", "_start",
-             "_start_at", "_is_start_judged")  # fmt: skip
+             "_start_at", "_is_start_judged", "_is_known")  # fmt: skip
+    MAY_LACK = True  # states of older versions lack ``_is_known``
 
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
         super().__init__(config)
@@ -119,6 +120,13 @@ class MemorizedWatcher(PostTrainingWatcher):
         """Losses from the start."""
         self._start_at = -1
         self._is_start_judged = False
+        self._is_known = False
+        """Whether the rows were reported as known: later steps do not change them."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether reported rows are still trained."""
+        return self._is_known or super().goes_on
 
     @staticmethod
     def is_for(spec: TaskSpec) -> bool:
@@ -132,7 +140,7 @@ class MemorizedWatcher(PostTrainingWatcher):
         self._drops.clear()
         if merged.step <= self._best_step:
             self._evaluated = self._best = None
-        self._is_start_judged = True
+        self._is_start_judged, self._is_known = True, False
 
     def rebaseline(self) -> None:
         """Compare with the evaluations after the announced change of the fine-tuning data."""
@@ -140,6 +148,7 @@ class MemorizedWatcher(PostTrainingWatcher):
         self._recent.clear()
         self._drops.clear()
         self._evaluated = self._best = None
+        self._is_known = False
         self._is_start_judged |= self._start_at >= 0
 
     def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
@@ -178,6 +187,7 @@ class MemorizedWatcher(PostTrainingWatcher):
         every = max(merged.step - self._start_at, 1) / (_START - 1)
         if self._start[0] * every > self._config.known_loss or min(self._start) < 0.0:
             return ()
+        self._is_known = True
         reason = (
             f"the training loss is {upper_median(self._start):.3g} from the start, so there is "
             "nothing to learn. Likely causes: the model was trained on these rows; the answer is "
@@ -328,15 +338,20 @@ class LabelsWatcher(CountWatcher):
             quantity(merged, names.PROMPT_LABELS),
         )
         ends = quantity(merged, names.END_LABELS)
+        prompt_limit = self._config.prompt_label_share
         findings: tuple[Finding, ...] = ()
-        if padding is not None and padding >= limit:
+        if padding is not None and padding < limit:
+            self._clear("padding_labels")
+        elif padding is not None:
             findings += self._report_once(
                 merged, "padding_labels", padding, limit,
                 f"{padding:.0%} of the labels are padding, so the model learns to repeat it. "
                 "Likely cause: labels that are a copy of the padded input_ids. Set the labels of "
                 "padding to -100",
             )  # fmt: skip
-        if ends is not None and ends <= 0.0:
+        if ends is not None and ends > 0.0:
+            self._clear("no_end_label")
+        elif ends is not None:
             findings += self._report_once(
                 merged, "no_end_label", ends, 0.0,
                 "no row of the first batches has an end-of-sequence token among its labels, so "
@@ -344,9 +359,11 @@ class LabelsWatcher(CountWatcher):
                 "token (set eos_token to it), text without the token, or a pad token that is the "
                 "end-of-sequence token and masks it. Decode the end of some labels",
             )  # fmt: skip
-        if prompt is not None and prompt >= self._config.prompt_label_share:
+        if prompt is not None and prompt < prompt_limit:
+            self._clear("prompt_labels")
+        elif prompt is not None:
             findings += self._report_once(
-                merged, "prompt_labels", prompt, self._config.prompt_label_share,
+                merged, "prompt_labels", prompt, prompt_limit,
                 f"{prompt:.0%} of the prompts' tokens have labels, so the model also learns to "
                 "write prompts. Likely causes: completion_only_loss=False, or a collator that "
                 "ignores the mask of the completions. Set the labels of prompts to -100, unless "
