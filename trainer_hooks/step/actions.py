@@ -140,8 +140,8 @@ def _halt(run: RunContext, decision: Decision) -> NoReturn:
     """Halt at a step, with the durable marker first: torchrun restarts ranks at any exit code."""
     halted = TrainingHalted(
         f"halted by Vitals at step {decision.step}: {decision.reason}",
-        hint=f"`vitals why {run.run_dir.run_id} {decision.step}` explains; "
-        f"`vitals resume {run.run_dir.run_id}` allows a restart",
+        hint=f"`vitals why {run.run_dir.path} {decision.step}` explains; "
+        f"`vitals resume {run.run_dir.path}` allows a restart",
     )
     if run.is_rank0 or decision.rule == "rollback_failed":
         marker = HaltMarker(

@@ -514,7 +514,8 @@ def _summarize_audit(audit: Audit) -> str:
     if not alarms:
         text += "Vitals would have done nothing, and told nothing."
         lacking = ", ".join(audit.lacking)
-        return f"{text} That says nothing of {lacking}." if lacking else text
+        text = f"{text} That says nothing of {lacking}." if lacking else text
+        return " ".join([text, *_missing_scalars(audit)])
     text += (
         f"Vitals would have skipped {humanize_count(skips, 'update')}, rolled back "
         f"{_format_times(backs)}, "
@@ -707,23 +708,29 @@ def _format_duration(audit: Audit, steps: int) -> str:
     return text + ")"
 
 
+def _missing_scalars(audit: Audit) -> list[str]:
+    """Describe which scalars of its task an audited log does not have."""
+    spec, names = TASKS.get(audit.task), audit.history.scalars.values()
+    # In SFT the loss is one of them.
+    if spec is not None and not any(spec.supervised or is_of_policy(name) for name in names):
+        return [
+            "It has no post-training scalar with a known name, so only the loss and the gradient "
+            "norm are judged; --scalar NAME=COLUMN names one."
+        ]
+    if spec is not None and spec.samples and not any(map(is_reward, names)):
+        return [
+            "It has no reward with a known name: whether the reward is lost, dead or exploited "
+            "cannot be judged; --scalar reward=COLUMN names it."
+        ]
+    return []
+
+
 def _limits(audit: Audit) -> list[str]:
     """Describe what an audited log cannot show, and why."""
     columns, limit_texts = audit.history.columns, []
     if "loss" not in columns and not audit.task:
         limit_texts.append("It has no loss: spikes, divergence and recovery cannot be judged.")
-    spec, names = TASKS.get(audit.task), audit.history.scalars.values()
-    # In SFT the loss is one of them.
-    if spec is not None and not any(spec.supervised or is_of_policy(name) for name in names):
-        limit_texts.append(
-            "It has no post-training scalar with a known name, so only the loss and the gradient "
-            "norm are judged; --scalar NAME=COLUMN names one."
-        )
-    elif spec is not None and spec.samples and not any(map(is_reward, names)):
-        limit_texts.append(
-            "It has no reward with a known name: whether the reward is lost, dead or exploited "
-            "cannot be judged; --scalar reward=COLUMN names it."
-        )
+    limit_texts += _missing_scalars(audit)
     if "grad_norm" not in columns:
         limit_texts.append("It has no gradient norm: the gradients cannot be judged.")
     if "lr" not in columns:
