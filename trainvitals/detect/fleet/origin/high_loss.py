@@ -21,7 +21,7 @@ _HIGH_LOSSES = (("losses", "loss"), ("data", "loss"), ("data", "rank_loss"))
 """Subject and series of the onsets of a finite loss whose end shows more about them."""
 
 
-class BadStep(NamedTuple):
+class HighLossStep(NamedTuple):
     """A step whose finite loss is out. Numbers are a value, its usual value and its sigmas."""
 
     step: int
@@ -52,7 +52,7 @@ class HighLoss:
         """Whether the loss of the step before is out."""
         self.onset: Onset | None = None
         """Onset of the loss, also while a later NaN has its own onset."""
-        self.steps: list[BadStep] = []
+        self.steps: list[HighLossStep] = []
         """The first steps of the loss, also those before its onset."""
         self.reset: SeriesOutlier | None = None
         """Optimizer state that was found reset during the loss."""
@@ -63,7 +63,7 @@ class HighLoss:
         """Height of that loss above the middle, when the row began."""
         self._height: tuple[float, bool] | None = None
         """Distance of the step's loss from its middle, and whether it is out."""
-        self._bad_step: BadStep | None = None
+        self._bad_step: HighLossStep | None = None
         """The step, if its loss is out."""
         self._bad: list[float] = []
         self._after: list[float] = []
@@ -86,7 +86,7 @@ class HighLoss:
         self.num_above = self._num_above_before + 1 if is_above else 0
         self._height = (height, is_out or is_above)
 
-    def take_step(self, bad: BadStep) -> None:
+    def take_step(self, bad: HighLossStep) -> None:
         """Take the numbers of the step, which count if its loss is out."""
         self._bad_step = bad if self._height is not None and self._height[1] else None
 
@@ -124,7 +124,7 @@ class HighLoss:
         return height >= peak / 3 and is_low
 
 
-def find_second_data(steps: Sequence[BadStep], where: str) -> SeriesOutlier | None:
+def find_second_data(steps: Sequence[HighLossStep], where: str) -> SeriesOutlier | None:
     """Return the second of two data problems of a high loss that ended at once; None for one.
 
     Either only one concerns all ranks, or the gradients of the later one are larger.
@@ -143,7 +143,7 @@ def find_second_data(steps: Sequence[BadStep], where: str) -> SeriesOutlier | No
     return SeriesOutlier(steps[at].step, 10, "data", where, "loss", *steps[at].loss, True)
 
 
-def _find_other_ranks(steps: Sequence[BadStep]) -> SeriesOutlier | None:
+def _find_other_ranks(steps: Sequence[HighLossStep]) -> SeriesOutlier | None:
     """Return the second data problem if one concerns one rank and the other all ranks.
 
     Each is seen without the other: the first at the beginning, the second also at the end.
@@ -165,7 +165,7 @@ def _find_other_ranks(steps: Sequence[BadStep]) -> SeriesOutlier | None:
     return None
 
 
-def _is_as_high(bad: BadStep) -> bool:
+def _is_as_high(bad: HighLossStep) -> bool:
     """Return whether the others' loss rose about as much; less may follow from the rank's data."""
     other_loss, usual, _ = bad.of_others
     return other_loss - usual > (bad.of_rank[0] - usual) / 4

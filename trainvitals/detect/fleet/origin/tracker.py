@@ -24,8 +24,8 @@ import numpy.typing as npt
 from trainvitals.detect.fleet.base import MergedStep, finite, number, step_seconds
 from trainvitals.detect.fleet.origin.high_loss import (
     HIGH_STEPS,
-    BadStep,
     HighLoss,
+    HighLossStep,
     find_second_data,
 )
 from trainvitals.detect.fleet.origin.onsets import (
@@ -397,7 +397,7 @@ class OnsetTracker:
         sigmas, middle = self._check_series("loss", mean)
         self._high.measure(mean - middle, self._series["loss"].peak, is_out=sigmas > 0.0)
         num_above = self._high.num_above
-        bad = BadStep(self._key[1], norm, (mean, middle, self._series["loss"].sigmas))
+        bad = HighLossStep(self._key[1], norm, (mean, middle, self._series["loss"].sigmas))
         if sigmas > SIGMAS or num_above >= HIGH_STEPS:
             # Damaged weights raise every rank's loss, as bad data do.
             subject: Subject = "data" if "weight_written_ratio" in self._peaks else "losses"
