@@ -117,7 +117,7 @@ def test_a_run_is_found_by_id_beginning_or_name(
 def test_a_run_directory_can_be_given_itself(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert 0 == vitals("show", runs / RUN, "--format", "json")
     shown = json.loads(capsys.readouterr().out)
-    assert {"run", "verdict", "decisions", "checkpoints", "events"} == set(shown)
+    assert {"run", "verdict", "incidents", "decisions", "checkpoints", "events"} == set(shown)
     assert ["skip_step", "rollback"] == [d["decision"]["action"] for d in shown["decisions"]]
 
 
