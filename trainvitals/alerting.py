@@ -364,6 +364,16 @@ ALERTS: tuple[AlertSpec, ...] = (
         "watch(schedule=...).",
     ),
     AlertSpec(
+        name="WeightDecayJumped",
+        severity="notify",
+        point=True,
+        help="The weight decay rose in one step, or at a resume, to many times its highest value "
+        "so far. The loss may show it only thousands of steps later.",
+        to_do="Check what sets `weight_decay` in the optimizer's parameter groups. "
+        "`vitals show RUN --metric steps.weight_decay` shows its values. If it is intended, call "
+        "`monitor.expect(...)` before the change.",
+    ),
+    AlertSpec(
         name="WeightNormMoved",
         severity="notify",
         point=True,

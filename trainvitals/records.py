@@ -31,7 +31,7 @@ ActionName = Literal["continue", "skip_step", "rollback", "halt", "accept_level"
 BAD_LOSS, BAD_GRADIENTS, LOSS_OUTLIER, NORM_OUTLIER, OVERFLOW, RANK_FAILED = 1, 2, 4, 8, 16, 32
 WITHHELD, CLIPS, NONFINITE_STATE, SNAPSHOT_MISSED, COMMANDED = 64, 128, 256, 512, 1024
 REPLICAS_DIFFER, SETTINGS_DIFFER, REPLAYED_ALIKE, RATE_DECLARED = 2048, 4096, 8192, 16384
-NO_GRADIENT = 32768
+NO_GRADIENT, CHANGE_EXPECTED = 32768, 65536
 VERDICT_BITS = {
     BAD_LOSS: "loss non-finite",
     BAD_GRADIENTS: "gradients non-finite",
@@ -49,6 +49,7 @@ VERDICT_BITS = {
     REPLAYED_ALIKE: "the replay after a rollback was bitwise equal",
     RATE_DECLARED: "the learning rate rose as declared or scheduled",
     NO_GRADIENT: "all gradients were 0 or missing",
+    CHANGE_EXPECTED: "a change was announced, or the loop changed the parameter groups",
 }
 """Bits of the column ``steps.verdict``. The first two, OVERFLOW and WITHHELD skip the update; a
 finite outlier alone does not."""
@@ -98,6 +99,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     rate_declared: bool = False
     """Whether the rate rose to the value of the declared schedule, or of a scheduler given to
     ``watch``, at this step."""
+    change_expected: bool = False
+    """Whether the loop announced a change for this step, or changed the parameter groups."""
     clips: bool = False
     """Whether the loop clips, to no more than a usual gradient norm: the state then counts as
     damaged sooner, because healthy states do not spike as high."""

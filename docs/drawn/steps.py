@@ -82,6 +82,24 @@ def _rates(title: str, rates: Sequence[float], detector: str = "", resumed: int 
     return watched(title, steps, detector, lines=lines, y_label="learning rate")
 
 
+def weight_decay() -> list[Panel]:
+    """A jump, also at a resume; a cosine from 0.04 to 0.4, warm-up and stages."""
+    jump = [0.01 if i < 150 else 3.0 for i in range(240)]
+    cosine = [0.4 - 0.18 * (1.0 + math.cos(math.pi * i / 240)) for i in range(240)]
+    stages = [0.05 * min(1.0, i / 40) * 2.0 ** (i // 80) for i in range(240)]
+    options = {"lines": {"weight decay": of_run("weight_decay")}, "y_label": "weight decay"}
+    return [
+        watched(title, [step(i, attempt=2 if i >= resumed else 1, run={"weight_decay": decay})
+                        for i, decay in enumerate(decays)], detector, **options)
+        for title, decays, detector, resumed in (
+            ("from 0.01 to 3 at step 150", jump, "weight_decay", 1000),
+            ("resumed at step 150 with another config", jump, "weight_decay", 150),
+            ("silent: a cosine from 0.04 to 0.4", cosine, "", 1000),
+            ("silent: a warm-up, then stages that double it", stages, "", 1000),
+        )
+    ]  # fmt: skip
+
+
 def loss_scale() -> list[Panel]:
     """Repeated overflows; the search from 2**32, and a doubled scale that is reverted."""
     collapse = _scales(65536.0, {150: 9})
@@ -288,6 +306,15 @@ ENTRIES = (
         needs="`loss_scale`, and a scaler that has settled.",
         examples=loss_scale,
         config=optimizer.LossScaleConfig,
+    ),
+    Entry(
+        name="weight_decay",
+        title="Weight decay",
+        owner=optimizer.WeightDecayWatcher,
+        needs="`weight_decay`, which rank 0 writes at every step if a parameter group has one; "
+        "`warm_up_rows` steps without a new highest value.",
+        examples=weight_decay,
+        config=optimizer.WeightDecayConfig,
     ),
     Entry(
         name="weight_norm",

@@ -142,6 +142,14 @@ def test_a_loop_that_pages_is_counted_once_while_its_alert_lasts():
     assert 10 == ledger.reported_after(30)
 
 
+def test_a_ledger_counts_what_fleet_detectors_find_in_the_rows_of_a_run():
+    name = "diffusion!decay"
+    faulty = run_one(name, clip=1.0, policy="guard", seed=1, steps=60)
+    assert (0, {"WeightDecayJumped": 1}) == (faulty.reported, faulty.messages)
+    clean = run_one("diffusion", clip=1.0, policy="guard", seed=1, steps=60)
+    assert {} == clean.messages
+
+
 def test_what_was_run_before_is_read_and_not_run_again(tmp_path, monkeypatch):
     path = tmp_path / "outcomes.jsonl"
     path.write_bytes(msgspec.json.encode(outcome()) + b"\n")

@@ -43,9 +43,9 @@ def test_the_vector_keeps_its_order():
     fields = vector_fields()
     assert (
         "loss_limit", "grad_norm_limit", "max_row", "clips", "command_number", "command_action",
-        "command_argument", "next_attempt", "expect_steps", "saved_step", "saved_attempt",
-        "save_due", "saving", "evaluated", "evaluation", "evaluation_ratio", "stepped_twice",
-        "rate_declared", "auto_max_norm", "collapse",
+        "command_argument", "next_attempt", "expect_steps", "change_expected", "saved_step",
+        "saved_attempt", "save_due", "saving", "evaluated", "evaluation", "evaluation_ratio",
+        "stepped_twice", "rate_declared", "auto_max_norm", "collapse",
     ) == fields.rank0  # fmt: skip
     assert (
         "weighted_loss", "weight", "overflow", "failed", "bad_squares", "num_gradients",

@@ -178,6 +178,7 @@ IN_STORES = {
     "learning_rate": (
         "place steps rates last peak rows_since_peak flags zeros is_decayed episodes"
     ),
+    "weight_decay": "place last highest rows_since_highest is_resumed episode",
     "loss_scale": "place scale count bits rows before episodes",
     "layer_gradient": "place courses episode",
     "update_ratio": "place courses episode",

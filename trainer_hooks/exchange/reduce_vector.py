@@ -40,6 +40,7 @@ from trainvitals.auto_clip import MaxNorm
 from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,
+    CHANGE_EXPECTED,
     CLIPS,
     COMMANDED,
     LOSS_OUTLIER,
@@ -679,6 +680,7 @@ class VerdictFigures(msgspec.Struct, frozen=True):
             | (REPLAYED_ALIKE if record.replayed_alike else 0)
             | (RATE_DECLARED if record.rate_declared else 0)
             | (NO_GRADIENT if record.no_gradient else 0)
+            | (CHANGE_EXPECTED if record.change_expected else 0)
         )
 
 
@@ -755,6 +757,7 @@ def step_record(
         learning_rate=None if learning_rate is None else learning_rate * lr_factor,
         lr_factor=lr_factor,
         rate_declared=bool(reduced.root["rate_declared"]),
+        change_expected=bool(reduced.root["change_expected"]),
         clips=bool(reduced.root["clips"]),
         no_gradient=is_zero and not failed,
         turn=turn,

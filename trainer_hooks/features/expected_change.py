@@ -12,21 +12,36 @@ from trainvitals.records import AttemptStarted, ChangeExpected
 class ExpectedChangeFeature(StepFeature):
     """Lets all ranks start their limits again at the same step. Rank 0's call counts."""
 
-    slots = Slots(rank0=("expect_steps",))  # steps in which finite rules abstain; 0: no change
+    slots = Slots(
+        rank0=(
+            "expect_steps",  # steps in which finite rules abstain; 0: no change
+            "change_expected",  # this step is within an announced change
+        )
+    )
 
     _num_steps = 0
     """Steps of an announced change that no vector has returned yet; only on rank 0."""
     _was_announced = False
+    _last_step = -1
+    """Last step within an announced change, for the rows; only on rank 0."""
 
     def announce(self, reason: str, num_steps: int, *, step: int) -> None:
         """Announce a change before ``step``; call on rank 0."""
         self._num_steps = max(1, num_steps)
+        self.mark_until(step + num_steps)
         event = ChangeExpected(reason=reason, steps=num_steps)
         self._run.emitter.event(event, step=step, attempt=self._run.attempt)
 
+    def mark_until(self, last_step: int) -> None:
+        """Mark the rows up to this step: their settings changed as intended. Call on rank 0."""
+        self._last_step = max(self._last_step, last_step)
+
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
-        """Return the steps of the announced change."""
-        return {"expect_steps": float(self._num_steps)}
+        """Return the steps of the announced change, and whether this step is one of them."""
+        return {
+            "expect_steps": float(self._num_steps),
+            "change_expected": float(step.step <= self._last_step),
+        }
 
     def on_reduced(self, step: ReturnedStep) -> None:
         """Discard the references, once per change: steps in flight repeat the number."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from trainer_hooks.exchange.emit import LayerAggregator
 from trainer_hooks.exchange.reduce_vector import Verdict
+from trainer_hooks.features.expected_change import ExpectedChangeFeature
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.phases import Prepared, StepPhases
 from trainer_hooks.tensors.experts import expert_groups
@@ -70,6 +71,7 @@ def adopt_groups(
         )
     )
     run.log.count_parameters(device.norms.num_parameters)
+    run.features[ExpectedChangeFeature].mark_until(step)
     _report(run, added, removed, step=step)
     return None
 

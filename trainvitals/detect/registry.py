@@ -106,6 +106,7 @@ _KINDS = (
     _acceptable_kind("lr_jump", "LearningRateAnomaly"),
     Kind(name="learning_rate", alert="LearningRateAnomaly"),
     Kind(name="schedule", alert="LearningRateAnomaly"),
+    Kind(name="weight_decay", alert="WeightDecayJumped"),
     Kind(
         name="loss_scale",
         alert="LossScaleCollapsed",
@@ -269,6 +270,7 @@ _DETECTORS = (
     _detector("rank", "schedule"),
     # Over the merged steps of all ranks; each rank reports its own rate.
     _detector("collector", "learning_rate", "learning_rate", "lr_jump"),
+    _detector("collector", "weight_decay"),
     _detector("collector", "loss_scale"),
     _detector("collector", "layer_gradient"),
     _detector("collector", "update_ratio"),

@@ -14,24 +14,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 from msgspec.structs import replace
 
 from trainvitals.detect.fleet.base import MergedStep
 from trainvitals.detect.fleet.origin.onsets import Onset, find_origin_onset
 from trainvitals.detect.fleet.origin.tracker import OnsetTracker
-from trainvitals.records import NamesDefined, decode_events
-from trainvitals.rows import rows_of
 from vitals_bench.attribution.rank import LEAD, Part, Work
 from vitals_bench.attribution.trainings import Fault
-from vitals_collector.live.step_join import (
-    LAYER_COLUMNS,
-    LayerPart,
-    RowWriters,
-    decode_rank_rows,
-    merge_steps,
-    step_columns,
-)
+from vitals_bench.merged_rows import merge_batches
 
 RANKS = 4
 _SECONDS = 900
@@ -91,30 +81,8 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int]:
 
 def _merged(parts: Sequence[Part]) -> list[MergedStep]:
     """Return the steps of a stretch, by the numbers they have in the run."""
-    rows, layers = [], []
-    names: dict[int, str] = {}
-    for part in parts:
-        for batch in part.batches:
-            if batch.header.stream_schema.stream == "events":
-                for row in decode_events(batch.header.stream_schema, batch.rows):
-                    if isinstance(row.event, NamesDefined) and row.event.stream == "layers":
-                        names |= {int(i): name for i, name in row.event.names.items()}
-    for rank, part in enumerate(parts):
-        for batch in part.batches:
-            schema = batch.header.stream_schema
-            if schema.stream not in ("steps", "layers"):
-                continue
-            raw = rows_of(schema, batch.rows)
-            of = RowWriters(*(np.full(len(raw), number) for number in (rank, RANKS, rank)))
-            if schema.stream == "steps":
-                rows.append(
-                    decode_rank_rows(schema, raw, step_columns(schema, is_rank0=rank == 0), of)
-                )
-            else:
-                found = decode_rank_rows(schema, raw, ["layer", *LAYER_COLUMNS], of)
-                layers.append(LayerPart(names, found))
     first = parts[0].first_step
-    steps = merge_steps(rows, layers).steps
+    steps = merge_batches([part.batches for part in parts])
     return [replace(step, step=step.step + first, attempt=1) for step in steps]
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainvitals.alerting import Alert, alerts_for_decision, alerts_for_finding, is_answered
+from trainvitals.detect.fleet import FleetDetectors
+from trainvitals.detect.registry import KINDS
 from trainvitals.io.journal import JournalReader, find_journals
 from trainvitals.io.private import private_base
 from trainvitals.records import (
@@ -23,6 +25,7 @@ from trainvitals.records import (
     decode_events,
 )
 from trainvitals.wire import Batch
+from vitals_bench.merged_rows import merge_batches
 
 RESOLVES_AFTER = 100
 """Healthy steps after which an alert is over."""
@@ -52,6 +55,8 @@ class Ledger:
     _scalars: list[tuple[int, int, float]] = field(default_factory=list)
     """Step, name and value of each recorded scalar."""
     _names: dict[int, str] = field(default_factory=dict)
+    _batches: list[Batch] = field(default_factory=list)
+    """Everything read, for the fleet detectors."""
     _readers: dict[Path, JournalReader] = field(default_factory=dict)
     _row: int = 0
 
@@ -65,6 +70,7 @@ class Ledger:
                         self._take(batch)
 
     def _take(self, batch: Batch) -> None:
+        self._batches.append(batch)
         schema = batch.header.stream_schema
         if schema.stream == "steps":
             for start in range(0, len(batch.rows), schema.row_size):
@@ -106,6 +112,16 @@ class Ledger:
             step = row["step"]
             assert isinstance(step, int)
             self.withheld_steps.append(step)
+
+    def add_fleet_findings(self) -> None:
+        """Add findings of a collector's fleet detectors on numbers; call once, after the run.
+
+        Findings on speed, memory and storage depend on the machine, and are left out.
+        """
+        detectors = FleetDetectors()
+        for merged in merge_batches([self._batches]):
+            findings = detectors.update(merged)
+            self.findings += [f for f in findings if KINDS[f.kind].domain == "numbers"]
 
     def _alerts(self) -> Iterator[Alert]:
         """Yield the alerts that notify or page; an alert that lasts counts once."""

@@ -292,6 +292,7 @@ def train_watched(
         errors = dict(monitor.swallowed_errors)
         monitor.close()
         ledger.read()
+        ledger.add_fleet_findings()
     begin = None if training.fault is None else training.fault.begin
     return {"halted": halted, "errors": errors, **_recorded(ledger, damage, begin)}
 

@@ -166,10 +166,12 @@ COLUMNS = (
 NOTES: Mapping[Label, str] = {
     "healthy": "Ratios are of the final loss to that of the unwatched run of the same seed: "
     "median, geometric mean and worst. Bit for bit: parameters equal to that run's. Seeds with "
-    "which a training diverges unwatched are left out.",
+    "which a training diverges unwatched are left out. Messages include those of fleet detectors "
+    "on numbers (optimizer settings, layers, weights), as a collector raises them, without "
+    "those on speed and memory, which depend on the machine.",
     "poisoned": "Ratios are to the run without the fault; `to the oracle` is the median to the run "
     "that leaves exactly the poisoned batches out. Reported: runs with a finding or decision from "
-    "the fault on, and its median delay in steps.",
+    "the fault on, also of a fleet detector on numbers, and its median delay in steps.",
     "damaged": "Ratios are to the run without the fault. The policy `none` is that of no monitor.",
 }
 

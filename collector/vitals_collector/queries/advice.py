@@ -31,6 +31,9 @@ _ADVICE = {
     "lr_jump": f"{_RATE} `monitor.expect(\"new rate\")` announces a jump that is intended.",
     "learning_rate": _RATE,
     "schedule": _RATE,
+    "weight_decay": "Check what sets `weight_decay` in the optimizer's parameter groups: the loop, "
+    "a callback, or the config of the restart; `vitals show {run} --metric steps.weight_decay`. "
+    "`monitor.expect(\"new weight decay\")` announces a change that is intended.",
     "layer_gradient": "Check the layer: `requires_grad`, `detach()` or `torch.no_grad()` before "
     "it, whether its parameters are in the optimizer, and whether its units are all off (ReLU).",
     "zero_gradient": "Check that the loss depends on the model: `detach()`, `torch.no_grad()`, "

@@ -213,7 +213,7 @@ def _split_second(
     return [before, *_split_second(sorted(later, key=_item_sort_key), seconds)]
 
 
-SETTING_CAUSES = ("lr_jump",)
+SETTING_CAUSES = ("lr_jump", "weight_decay")
 """Causes that the loop itself makes: they follow from nothing that was measured before."""
 
 

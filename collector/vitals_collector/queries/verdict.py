@@ -40,7 +40,7 @@ _NONFINITE = {
     "nonfinite_state": "optimizer state or buffers were",
 }
 _OUTLIERS = {"loss_outlier": "loss", "grad_norm_outlier": "gradient norm"}
-_CAUSES_IN_LOOP = frozenset({"lr_jump", "learning_rate", "schedule"})
+_CAUSES_IN_LOOP = frozenset({"lr_jump", "learning_rate", "schedule", "weight_decay"})
 """Causes that recur until the loop is changed, also after Vitals repaired the run."""
 _FINITE_RULES = frozenset({"outlier", "state_damaged", "evaluation", "lr_jump"})
 """Rules about finite values: the user may accept those as healthy."""

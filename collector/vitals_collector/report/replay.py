@@ -33,6 +33,7 @@ from trainvitals.policy.evidence import NO_READING, NONFINITE_GRADIENT, Ask, Pro
 from trainvitals.records import (
     BAD_GRADIENTS,
     BAD_LOSS,
+    CHANGE_EXPECTED,
     CLIPS,
     COMMANDED,
     NO_GRADIENT,
@@ -619,6 +620,7 @@ def step_record(
         learning_rate=_float_or_none(row, "learning_rate"),
         lr_factor=1.0 if factor is None else factor,
         rate_declared=bool(bits & RATE_DECLARED),
+        change_expected=bool(bits & CHANGE_EXPECTED),
         clips=bool(bits & CLIPS),
         no_gradient=bool(bits & NO_GRADIENT),
         turn=turn,

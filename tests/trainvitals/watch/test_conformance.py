@@ -28,6 +28,8 @@ from trainvitals.detect.fleet.optimizer import (
     LearningRateConfig,
     LearningRateWatcher,
     LossScaleWatcher,
+    WeightDecayConfig,
+    WeightDecayWatcher,
 )
 from trainvitals.detect.fleet.ranks import (
     DataBoundConfig,
@@ -52,6 +54,7 @@ def quick_memory() -> MemoryCreepWatcher:
 
 STEP_WATCHERS: list[Callable[[], Any]] = [
     lambda: LearningRateWatcher(LearningRateConfig(warm_up_rows=2, zero_rows=2, clear_after=2)),
+    lambda: WeightDecayWatcher(WeightDecayConfig(warm_up_rows=2, clear_after=2)),
     LossScaleWatcher,
     lambda: LayerGradientWatcher(QUICK_LAYERS),
     lambda: UpdateRatioWatcher(QUICK_LAYERS),
@@ -72,6 +75,7 @@ NODE_WATCHERS: list[Callable[[], Any]] = [GpuThrottleWatcher, GpuErrorWatcher, G
 
 RUN_COLUMNS = (
     *("learning_rate", "learning_rate.1", "loss_scale", "tokens_per_second", "weight_norm"),
+    "weight_decay",
 )
 RUN_COUNTS = ("verdict", "overflow_steps")
 RANK_COLUMNS = (

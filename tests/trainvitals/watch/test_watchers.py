@@ -1,5 +1,7 @@
 """What each watcher says, as timelines."""
 
+import math
+
 import pytest
 from msgspec.structs import replace
 
@@ -7,11 +9,15 @@ from tests.trainvitals.watch.worlds import GIB, memory_watcher
 from trainvitals.detect.fleet import FleetDetectors
 from trainvitals.detect.fleet.base import NodeSample
 from trainvitals.detect.fleet.layers import ActivationWatcher, LayerGradientWatcher
-from trainvitals.detect.fleet.optimizer import LearningRateWatcher, LossScaleWatcher
+from trainvitals.detect.fleet.optimizer import (
+    LearningRateWatcher,
+    LossScaleWatcher,
+    WeightDecayWatcher,
+)
 from trainvitals.detect.fleet.ranks import STALL, DataBoundWatcher, RankLossWatcher
 from trainvitals.detect.fleet.speed import SlowStepFilter, ThroughputWatcher
 from trainvitals.detect.fleet.weights import WeightNormConfig, WeightNormWatcher
-from trainvitals.records import RATE_DECLARED
+from trainvitals.records import CHANGE_EXPECTED, RATE_DECLARED
 from trainvitals.testing.merged import causes, merged_series, watched
 
 # -------------------------------------------------------------------------- learning rate
@@ -125,6 +131,80 @@ def test_the_course_is_kept_in_bounded_memory_and_still_known_early_on() -> None
     assert len(watcher.state_dict()["steps"]) <= 2048
     wrong = merged_series("learning_rate 0.5", attempt=2, first_step=1000)
     assert {1000: ["lr_forgotten"]} == causes(watched(watcher, wrong))
+
+
+# -------------------------------------------------------------------------- weight decay
+
+
+def test_a_jump_of_the_weight_decay_names_both_values() -> None:
+    (finding,) = watched(WeightDecayWatcher(), "weight_decay 0.01x50 3x50")
+    assert (50, 3.0, 0.05, "weight_decay") == (
+        finding.step, finding.value, finding.limit, finding.cause,
+    )  # fmt: skip
+    assert (
+        "the weight decay jumped from 0.01 to 3 in one step: 300x its highest value so far, 0.01"
+        == finding.reason
+    )
+
+
+_COSINE = " ".join(f"{0.22 - 0.18 * math.cos(math.pi * i / 30):.4f}x20" for i in range(31))
+"""DINO's schedule, set once per epoch of 20 steps."""
+
+
+@pytest.mark.parametrize(
+    ("course", "reported"),
+    [
+        # schedules
+        ("0.04..0.4x300", []),
+        (_COSINE, []),
+        ("0..0.05x100 0.05x100", []),
+        ("1e-5 5e-4..0.05x99 0.05x100", []),
+        ("1e-8x50 1e-4x50 2e-4x50 4e-4x50", []),
+        ("0.05x50 0.1x50 0.4x50", []),
+        ("0.1x50 0.01x50 0.001x50", []),
+        # values that the run has trained with before
+        ("0.1x50 0x50 0.1x50 0x50 0.11x50", []),
+        ("0.1..0.001x60 0.1..0.001x60", []),
+        # from none: a warm-up or a stage may start like this
+        ("0x100 0.1x100", []),
+        ("-x100 0.1x50", []),
+        # jumps
+        ("0.1x50 1x50", [50]),
+        ("0.1x50 0x50 3x50", [100]),
+        ("0..0.05x50 0.05x20 15x50", [70]),
+        ("0.01x50 0.1x200 1x50", [50, 250]),
+        ("0.01x50 3 0.01x150 3x50", [50, 201]),
+        ("0.01x50 3x2 0.01x150 3x50", [50]),
+        ("0.01x5 3x50", []),
+        ("0.01x50 3x50; verdict 0x50 65536x50", []),
+        ("0.01x50 3x50; verdict 0x40 65536x5 0x55", [50]),
+        ("0.01x50 3x150 90x50; verdict 0x45 65536x10 0x195", [200]),
+        ("0.01x50 nan infx2 -1 0.01x50", []),
+    ],
+)
+def test_only_a_jump_above_all_earlier_values_is_reported(course: str, reported: list[int]) -> None:
+    found = watched(WeightDecayWatcher(), f"weight_decay {course}")
+    assert reported == [finding.step for finding in found]
+
+
+@pytest.mark.parametrize(
+    ("resumed", "reported"),
+    [("0.01x50", []), ("0.02x50", []), ("0x50", []), ("0.001x50", []), ("3x50", [40])],
+)
+def test_a_resume_with_a_far_larger_weight_decay_is_reported(
+    resumed: str, reported: list[int]
+) -> None:
+    rows = merged_series("weight_decay 0.01x50")
+    rows += merged_series(f"weight_decay {resumed}", attempt=2, first_step=40)
+    found = watched(WeightDecayWatcher(), rows)
+    assert reported == [finding.step for finding in found]
+    assert all("from 0.01 to 3 at a resume: 300x" in finding.reason for finding in found)
+
+
+@pytest.mark.parametrize("verdict", [CHANGE_EXPECTED, RATE_DECLARED])
+def test_a_jump_of_the_rate_that_was_announced_is_not_reported(verdict: int) -> None:
+    course = f"learning_rate 1x50 10x100; verdict 0x50 {verdict} 0x99"
+    assert [] == watched(LearningRateWatcher(), course)
 
 
 # -------------------------------------------------------------------------- loss scale

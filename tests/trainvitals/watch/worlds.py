@@ -17,7 +17,11 @@ from trainvitals.detect.fleet.layers import (
 )
 from trainvitals.detect.fleet.memory import MemoryCreepWatcher
 from trainvitals.detect.fleet.node import GpuErrorWatcher, GpuLostWatcher, GpuThrottleWatcher
-from trainvitals.detect.fleet.optimizer import LearningRateWatcher, LossScaleWatcher
+from trainvitals.detect.fleet.optimizer import (
+    LearningRateWatcher,
+    LossScaleWatcher,
+    WeightDecayWatcher,
+)
 from trainvitals.detect.fleet.ranks import DataBoundWatcher, RankLossWatcher, ReductionWatcher
 from trainvitals.detect.fleet.speed import ThroughputWatcher
 from trainvitals.detect.fleet.straggler import StragglerWatcher
@@ -65,6 +69,7 @@ def healthy_step(rng: random.Random, step: int, *, attempt: int = 1, ranks: int 
             "loss": sum(losses) / ranks,
             "learning_rate": rate,
             "loss_scale": 65536.0,
+            "weight_decay": 0.1,
             "weight_norm": 100.0 + step / 100 if step % 10 == 0 else None,
             "verdict": 16 if step % 1900 == 77 else 0,
             "tokens_per_second": 1e6 / seconds,
@@ -236,6 +241,12 @@ GONE_WRONG: dict[str, Case] = {
         cause="lr_zero",
         within=30,
         change=lambda row: with_run(row, learning_rate=0.0),
+    ),
+    "the weight decay jumps": Case(
+        make=WeightDecayWatcher,
+        cause="weight_decay",
+        within=0,
+        change=lambda row: with_run(row, weight_decay=10 * row.run["weight_decay"]),
     ),
     "the scale collapses": Case(
         make=LossScaleWatcher,

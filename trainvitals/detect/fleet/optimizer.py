@@ -1,8 +1,8 @@
-"""Settings of the update: the learning rate, and the gradient scaler of float16.
+"""Settings of the update: the learning rate, the weight decay, and float16's gradient scaler.
 
-The rate is compared with its own history: no schedule has to be declared. The scheduled rate is
-judged. If the escalation policy cut or held the rate, its factor (``lr_factor``) is removed first:
-its own cuts end by themselves.
+Rate and decay are compared with their own history: no schedule has to be declared. The scheduled
+rate is judged. If the escalation policy cut or held the rate, its factor (``lr_factor``) is removed
+first: its own cuts end by themselves.
 """
 
 import math
@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from trainvitals.config import AtLeastOne, NotNegative, Settings
 from trainvitals.detect.fleet.base import ConditionEpisode, MergedStep, Watcher, number
-from trainvitals.records import OVERFLOW, RATE_DECLARED, Finding
+from trainvitals.records import CHANGE_EXPECTED, OVERFLOW, RATE_DECLARED, Finding
 from trainvitals.stateful import state_hexadecimal, state_row
 
 _NEWEST = 512
@@ -51,7 +51,7 @@ class LearningRateWatcher(Watcher):
 
     A falling rate is never reported: a step decay divides by 10 in one step. Neither is a rate that
     the run has trained with before (a warm restart, a cycle), or that is declared: by the schedule,
-    or by a scheduler given to ``watch``.
+    by a scheduler given to ``watch``, or by ``monitor.expect``.
     """
 
     name = "learning_rate"
@@ -108,8 +108,7 @@ class LearningRateWatcher(Watcher):
         """Return findings about a merged step's learning rate: jump, stuck at 0, not restored."""
         findings = self._forgotten(merged.step, rate) if self._is_resumed else ()
         last = self._last
-        is_declared = bool(int(number(merged.run.get("verdict")) or 0) & RATE_DECLARED)
-        is_jump = not is_declared and self._is_jump(rate)
+        is_jump = not _has_bit(merged, RATE_DECLARED | CHANGE_EXPECTED) and self._is_jump(rate)
         if self._jumps.begins(is_jump) and last is not None:
             findings += self._report_jump(merged.step, last, rate)
         if not is_jump:  # a lasting jump becomes normal in the next step
@@ -228,6 +227,81 @@ def _requested(applied: float | None, factor: float | None) -> float | None:
         return applied
     requested_rate = applied / factor
     return requested_rate if math.isfinite(requested_rate) else None
+
+
+def _has_bit(merged: MergedStep, bits: int) -> bool:
+    """Return whether a merged step's verdict has any of some bits."""
+    return bool(int(number(merged.run.get("verdict")) or 0) & bits)
+
+
+# ------------------------------------------------------------------------------- the weight decay
+
+
+class WeightDecayConfig(Settings, frozen=True, kw_only=True):
+    """Limits that no schedule of the weight decay exceeds. All values are our own choice."""
+
+    section = "weight_decay"
+
+    max_rise: Annotated[float, Meta(ge=1.1, le=1e6)] = 5.0
+    """Largest rise in one step, relative to the highest weight decay so far. A linear warm-up rises
+    by at most 2, stages by 2 to 4, a cosine (DINO: from 0.04 to 0.4) by less than 1% per step. A
+    misplaced decimal point is a rise by 10."""
+    min_decay: Annotated[float, Meta(ge=0.0, le=1.0)] = 1e-6
+    """A highest weight decay up to this value counts as none. The first value above it is the start
+    of a warm-up or of a stage, and there is nothing to compare it with."""
+    warm_up_rows: Annotated[int, Meta(ge=2)] = 10
+    """Steps without a new highest weight decay after which a warm-up is taken to be over."""
+    clear_after: AtLeastOne = 100
+    """Steps without a jump after which one can be reported again."""
+
+
+class WeightDecayWatcher(Watcher):
+    """Finds a jump of the largest weight decay of all parameter groups, also at a resume.
+
+    The loss rises too slowly to show one. A falling weight decay is never reported. Neither is one
+    that the run has trained with before, that ``monitor.expect`` announced, or that came with a
+    change of the parameter groups. Without ``weight_decay`` it abstains.
+    """
+
+    name = "weight_decay"
+    STATE = ("_last", "_highest", "_rows_since_highest", "_is_resumed", "_episode")
+
+    def __init__(self, config: WeightDecayConfig | None = None) -> None:
+        super().__init__()
+        self._config = config or WeightDecayConfig()
+        self._last = self._highest = 0.0
+        self._rows_since_highest = 0
+        self._is_resumed = False
+        self._episode = ConditionEpisode(self._config.clear_after)
+
+    def _restarted(self, merged: MergedStep) -> None:
+        """Compare the weight decay of the next merged step with those of all earlier attempts."""
+        self._is_resumed = True
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge the largest weight decay of a merged step."""
+        decay = number(merged.run.get("weight_decay"))
+        if decay is None or decay < 0.0:
+            return ()
+        is_resumed, self._is_resumed = self._is_resumed, False
+        last, self._last = self._last, decay
+        highest = max(self._highest, last)
+        limit = min(self._config.max_rise * highest, 1e308)
+        is_warm = self._rows_since_highest >= self._config.warm_up_rows
+        is_jump = decay > limit and is_warm and highest > self._config.min_decay
+        is_jump = is_jump and not _has_bit(merged, CHANGE_EXPECTED)
+        if not is_jump:  # a lasting jump becomes normal in the next step
+            is_higher = decay > self._highest
+            self._rows_since_highest = 0 if is_higher else self._rows_since_highest + 1
+            self._highest = max(self._highest, decay)
+        if not self._episode.begins(is_jump):
+            return ()
+        where = "at a resume" if is_resumed else "in one step"
+        reason = (
+            f"the weight decay jumped from {last:.4g} to {decay:.4g} {where}: "
+            f"{decay / highest:.3g}x its highest value so far, {highest:.4g}"
+        )
+        return self._report(merged.step, reason, value=decay, limit=limit)
 
 
 # --------------------------------------------------------------------------------- the loss scale

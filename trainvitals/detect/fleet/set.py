@@ -28,6 +28,8 @@ from trainvitals.detect.fleet.optimizer import (
     LearningRateWatcher,
     LossScaleConfig,
     LossScaleWatcher,
+    WeightDecayConfig,
+    WeightDecayWatcher,
 )
 from trainvitals.detect.fleet.ranks import (
     DataBoundConfig,
@@ -63,6 +65,8 @@ class FleetConfig(Settings, frozen=True, kw_only=True):
 
     learning_rate: LearningRateConfig = LearningRateConfig()
     """Jumps, a rate stuck at zero, one that a resume forgot."""
+    weight_decay: WeightDecayConfig = WeightDecayConfig()
+    """Jumps of the weight decay."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     """The gradient scaler."""
     layers: LayerConfig = LayerConfig()
@@ -114,6 +118,7 @@ class FleetDetectors(Stateful):
         """By rank, the UUID of its GPU, if known."""
         self._of_steps: tuple[Watcher, ...] = (
             LearningRateWatcher(config.learning_rate),
+            WeightDecayWatcher(config.weight_decay),
             LossScaleWatcher(config.loss_scale),
             LayerGradientWatcher(config.layers),
             UpdateRatioWatcher(config.layers),
