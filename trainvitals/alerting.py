@@ -385,10 +385,18 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="PolicyCollapsed",
         severity="notify",
         point=True,
-        help="The policy became nearly deterministic, and its reward did not rise, was lost, or "
-        "its completions no longer end.",
+        help="The policy became nearly deterministic, and its reward did not rise or was lost.",
         to_do="Go back to a checkpoint before the entropy fell. Lower the learning rate or raise "
         "beta; check that the reward has a signal that no fixed text satisfies.",
+    ),
+    AlertSpec(
+        name="CompletionsRepeat",
+        severity="notify",
+        point=True,
+        help="The policy became nearly deterministic, and its completions run into the length "
+        "limit, but its reward was not lost.",
+        to_do="Read some completions. If full length is best for the task, nothing is wrong. "
+        "Otherwise a fixed text satisfies the reward, or the reward prefers length.",
     ),
     AlertSpec(
         name="RewardDead",

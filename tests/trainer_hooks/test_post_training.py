@@ -17,6 +17,7 @@ import trainer_hooks
 from tests.support.inside import events_of, feature_named, run_of
 from tests.support.watched import Loop, assert_same, own_place, until  # noqa: F401
 from trainer_hooks.features.post_training import UNSEEN_AFTER, PostTrainingFeature
+from trainvitals.detect.posttraining.set import PostTrainingDetectors
 from trainvitals.errors import TrainingHalted, UsageError
 from trainvitals.io.completions import FOLDER, completions_of
 from trainvitals.io.rundir import RunDir
@@ -329,7 +330,7 @@ def test_a_run_that_records_nothing_to_judge_is_warned_once(caplog, recorded):
     loop = a_loop()
     with loop.monitor as monitor:
         events = events_of(monitor)
-        train(loop, 2 * UNSEEN_AFTER, lambda step: recorded)
+        train(loop, UNSEEN_AFTER + 20, lambda step: recorded)
     (note,) = [e for e in events if isinstance(e, Note) and e.code == "scalars_not_judged"]
     assert "monitor.observe(reward=..., entropy=..., kl=...)" in note.text
     assert "on_collapse" not in note.text
@@ -339,7 +340,7 @@ def test_a_run_that_records_nothing_to_judge_is_warned_once(caplog, recorded):
 def test_the_warning_of_missing_scalars_says_that_nothing_halts(tmp_path, caplog):
     loop = a_loop(on_collapse="stop", checkpoints=tmp_path / "kept")
     with loop.monitor:
-        train(loop, UNSEEN_AFTER, lambda step: {})
+        train(loop, 102, lambda step: {})
     assert "on_collapse='stop' cannot halt the run" in caplog.text
 
 
@@ -353,6 +354,13 @@ def test_a_reward_that_is_best_at_full_length_does_not_halt(tmp_path):
         }
 
     loop = a_loop(on_collapse="stop", checkpoints=tmp_path / "kept")
+    detectors = PostTrainingDetectors("grpo")
+    found = [
+        finding.cause
+        for step in range(120)
+        for finding in detectors.update(full_length(step), step=step, attempt=1, time_unix_ns=step)
+    ]
+    assert ["repetition"] == found
     with loop.monitor as monitor:
         train(loop, 120, full_length)
     assert 120 == monitor.step_index
@@ -361,7 +369,7 @@ def test_a_reward_that_is_best_at_full_length_does_not_halt(tmp_path):
 def test_a_run_whose_reward_comes_late_in_the_first_steps_is_not_warned(caplog):
     loop = a_loop()
     with loop.monitor:
-        train(loop, 2 * UNSEEN_AFTER, lambda step: {"reward": 1.0} if step == 50 else {})
+        train(loop, UNSEEN_AFTER + 20, lambda step: {"reward": 1.0} if step == 999 else {})
     assert "with a known name" not in caplog.text
 
 

@@ -200,7 +200,8 @@ IN_STORES = {
 
 OF_SCALARS = {
     "policy_collapse": "place episode beyond_since entropy reward cut num_before repeats",
-    "dead_reward": "place episode beyond_since share reward constant num_constant is_constant",
+    "dead_reward": "place episode beyond_since share reward constant num_constant is_constant "
+    "constant_since",
     "kl_runaway": "place episode beyond_since recent first at_best reward milestones",
     "truncation": "place episode beyond_since cut reward",
     "reward_hacking": "place episode beyond_since reward held_out first best num_below num_since "

@@ -22,25 +22,28 @@ class ExpectedChangeFeature(StepFeature):
     _num_steps = 0
     """Steps of an announced change that no vector has returned yet; only on rank 0."""
     _was_announced = False
-    _last_step = -1
-    """Last step within an announced change, for the rows; only on rank 0."""
+    _marked = range(0)
+    """Steps within an announced change, for the rows; only on rank 0."""
 
     def announce(self, reason: str, num_steps: int, *, step: int) -> None:
         """Announce a change before ``step``; call on rank 0."""
         self._num_steps = max(1, num_steps)
-        self.mark_until(step + num_steps)
+        # A scheduler that is called after the step shows in the next row.
+        self.mark(range(step, step + num_steps + 1))
         event = ChangeExpected(reason=reason, steps=num_steps)
         self._run.emitter.event(event, step=step, attempt=self._run.attempt)
 
-    def mark_until(self, last_step: int) -> None:
-        """Mark the rows up to this step: their settings changed as intended. Call on rank 0."""
-        self._last_step = max(self._last_step, last_step)
+    def mark(self, steps: range) -> None:
+        """Mark the rows of these steps: their settings changed as intended. Call on rank 0."""
+        is_next = steps.start <= self._marked.stop
+        start = min(self._marked.start, steps.start) if self._marked and is_next else steps.start
+        self._marked = range(start, max(self._marked.stop, steps.stop))
 
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
         """Return the steps of the announced change, and whether this step is one of them."""
         return {
             "expect_steps": float(self._num_steps),
-            "change_expected": float(step.step <= self._last_step),
+            "change_expected": float(step.step in self._marked),
         }
 
     def on_reduced(self, step: ReturnedStep) -> None:

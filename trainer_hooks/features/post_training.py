@@ -6,7 +6,6 @@ them only if it was asked to act: with ``watch(on_collapse="stop")``, or if the 
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -15,14 +14,23 @@ from trainer_hooks.exchange.reduce_vector import Slots
 from trainer_hooks.repro.completions import CompletionRing, CompletionWriter
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
-from trainvitals.detect.posttraining.names import COLLAPSES, TASKS, is_of_policy, is_read
+from trainvitals.detect.posttraining.names import (
+    COLLAPSES,
+    TASKS,
+    is_of_policy,
+    is_read,
+    read_quantities,
+)
 from trainvitals.io.completions import StoredCompletions
 from trainvitals.records import AttemptStarted, Finding
 
 _MAX_EARLY = 256
 """Scalars that are kept until the loop first passes samples, which may be after these scalars."""
-UNSEEN_AFTER = 100
-"""Steps without a known, finite scalar after which a run of a task logs a warning."""
+UNSEEN_AFTER = 1_000
+"""Steps without a known, finite scalar after which a run of a task logs a warning. A trainer may
+log every 500th step."""
+_UNSEEN_BEFORE_HALT = 100
+"""The same with ``on_collapse="stop"``, which cannot halt without them."""
 
 
 class PostTrainingFeature(StepFeature):
@@ -80,7 +88,7 @@ class PostTrainingFeature(StepFeature):
     def _observe(self, name: str, value: float, *, step: int, attempt: int) -> None:
         """Collect a scalar that the loop recorded on rank 0, for the detectors."""
         if not self._has_seen:
-            self._has_seen = is_read(name) and is_of_policy(name) and math.isfinite(value)
+            self._has_seen = is_of_policy(name) and bool(read_quantities({name: value}))
         if self._judge is None:
             self._early.append((name, value, step, attempt))
             return
@@ -154,12 +162,13 @@ class PostTrainingFeature(StepFeature):
     def _report_unseen(self, step: int) -> None:
         """Warn once if nothing of a task can be judged, because its scalars are missing."""
         self._num_unseen += 1
-        if self._num_unseen == UNSEEN_AFTER:
+        num_steps = _UNSEEN_BEFORE_HALT if self._stops else UNSEEN_AFTER
+        if self._num_unseen == num_steps + 1:  # what is logged after the last of them counts
             halts = ", and on_collapse='stop' cannot halt the run" if self._stops else ""
             samples = TASKS[self._task].samples
             names = "reward=..., entropy=..., kl=..." if samples else "accuracy=..., margin=..."
             text = (
-                f"task={self._task!r}: in {UNSEEN_AFTER} steps rank 0 recorded no finite scalar "
+                f"task={self._task!r}: in {num_steps} steps rank 0 recorded no finite scalar "
                 f"with a known name, so only the loss and the gradients are judged{halts}; call "
                 f"monitor.observe({names}) on rank 0, or let the trainer log more often (the "
                 "guide on post-training lists the names)"

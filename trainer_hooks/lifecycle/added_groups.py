@@ -71,7 +71,7 @@ def adopt_groups(
         )
     )
     run.log.count_parameters(device.norms.num_parameters)
-    run.features[ExpectedChangeFeature].mark_until(step)
+    run.features[ExpectedChangeFeature].mark(range(step, step + 1))
     _report(run, added, removed, step=step)
     return None
 

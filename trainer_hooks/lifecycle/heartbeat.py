@@ -189,7 +189,7 @@ def _library_prefixes() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
     folders = {paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"]}
     folders |= {*site.getsitepackages(), site.getusersitepackages()}
-    # Vitals' two packages are in no such folder if they are installed in development mode.
+    # Vitals' two packages are in other folders if they are installed in development mode.
     folders |= {str(Path(torch.__file__).parent), str(Path(__file__).parents[1])}
     folders |= {str(Path(trainvitals.__file__).parent)}
     return (*(f"{folder}{os.sep}" for folder in sorted(folders)), "<frozen ")

@@ -117,7 +117,11 @@ _KINDS = (
     Kind(name="weight_norm", alert="WeightNormMoved"),
     Kind(name="activation", alert="ActivationsGrew", subject="layer"),
     Kind(name="activation_collapse", alert="ActivationsCollapsed", subject="layer"),
-    Kind(name="policy_collapse", alert="PolicyCollapsed"),
+    Kind(
+        name="policy_collapse",
+        alert="PolicyCollapsed",
+        alerts={"repetition": "CompletionsRepeat"},
+    ),
     Kind(name="dead_reward", alert="RewardDead"),
     Kind(name="kl_runaway", alert="PolicyDiverged"),
     Kind(name="truncation", alert="CompletionsCut"),

@@ -129,10 +129,10 @@ def verdict_rows(verdict: views.VerdictView) -> list[tuple[str, object]]:
 
 
 def _incident_tables(judged: views.RunVerdict) -> Iterator[TableBlock]:
-    """Yield the table of incidents for `vitals show`, unless the verdict is on the only one."""
+    """Yield the table of incidents for `vitals show`, open ones first, if there are several."""
     if len(judged.incidents) < 2:
         return
-    rows = [
+    rows: list[tuple[object, ...]] = [
         (
             format_time(incident.started_unix_ns),
             incident.onset_step,
@@ -141,9 +141,12 @@ def _incident_tables(judged: views.RunVerdict) -> Iterator[TableBlock]:
             incident_state(incident),
             incident.title,
         )
-        for incident in judged.incidents[:MAX_EVENTS]
+        for incident in sorted(judged.incidents, key=lambda each: not each.is_open)
     ]
-    header = ("began", "from step", "to step", "severity", "state", "incident")
+    more = len(rows) - MAX_EVENTS
+    if more > 0:
+        rows[MAX_EVENTS:] = [("", "", "", "", "", f"{more} more, all in --format json")]
+    header = ("started", "from step", "to step", "severity", "state", "incident")
     yield TableBlock(header, rows)
 
 

@@ -599,8 +599,11 @@ class FollowedRun:
             for record in records
             if record.finding.cause != STALL
         }
-        on = self.watchers.lasting() | self._scalars.lasting() if lasting else frozenset()
-        self.saved.lasting = [finding for finding in lasting.values() if finding.detector in on]
+        self.saved.lasting = [
+            finding
+            for finding in lasting.values()
+            if self.watchers.holds(finding) or self._scalars.holds(finding)
+        ]
 
     def take_unmerged(self) -> int:
         """Return the number of ranks' rows missing in merged steps, since the last call."""

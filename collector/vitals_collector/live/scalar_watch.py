@@ -219,9 +219,9 @@ class ScalarWatch(msgspec.Struct):
         )
         return [(finding, attempt, time_unix_ns) for finding in findings]
 
-    def lasting(self) -> frozenset[str]:
-        """Return the live detectors with a reported condition that still holds."""
-        return frozenset() if self._detectors is None else self._detectors.lasting()
+    def holds(self, finding: Finding) -> bool:
+        """Return whether the condition of an earlier live finding on scalars still holds."""
+        return self._detectors is not None and self._detectors.holds(finding)
 
     def state(self) -> ScalarState:
         """Return the state to store between polls; rows of the latest step are read again."""

@@ -13,8 +13,8 @@ _RATE = (
 )
 _READ = "Read completions of it: `vitals why {run} {step}` shows those that the loop passed to "
 _READ += "`monitor.observe_samples`."
-_GO_BACK = "Continue from a checkpoint before step {step}, of your trainer or one that `vitals "
-_GO_BACK += "checkpoints list {run}` lists; set later ones aside (`vitals checkpoints quarantine`)."
+_GO_BACK = "Continue from a checkpoint before step {step}, of your trainer or of Vitals (`vitals "
+_GO_BACK += "checkpoints list {run}`); quarantine later ones with `vitals checkpoints quarantine`."
 _ADVICE = {
     "nonfinite_loss": f"To name the module that is infinite first, run with `{_MEASURE}`.",
     "nonfinite_gradient": "To name the operation, run the step with "

@@ -201,8 +201,27 @@ def constant(level: float, *, share_before: float = 0.1, num: int = 40) -> list[
 
 def test_a_reward_that_is_constant_at_once_is_reported_although_little_of_it_is_lost():
     (finding,) = judged(constant(0.5))
-    assert (87, "dead_reward") == (finding.step, finding.cause)
+    assert (80, 87, "dead_reward") == (finding.onset_step, finding.step, finding.cause)
     assert "check its parser" in finding.reason
+
+
+def test_a_reward_that_is_lost_twice_at_full_length_is_reported_twice():
+    best, last = best_at_full_length(), best_at_full_length()[-1]
+    lost = [last | {"reward": noisy(0.2, n)} for n in range(60)]
+    found = causes(judged([*best, *lost, *[last] * 200, *lost]))
+    assert 2 == [cause for _, cause in found].count("policy_collapse")
+
+
+def test_hard_prompts_one_per_step_are_no_constant_reward():
+    """With one group in a step, its rewards are often all 0."""
+    for seed in range(8):
+        rng = random.Random(seed)
+        rows = []
+        for _ in range(800):
+            rate = rng.betavariate(0.4, 1.6)
+            reward = sum(rng.random() < rate for _ in range(8)) / 8
+            rows.append({"reward": reward, "frac_reward_zero_std": float(reward in (0.0, 1.0))})
+        assert [] == causes(judged(rows))
 
 
 @pytest.mark.parametrize(
@@ -784,22 +803,24 @@ def test_a_state_continues_in_the_middle():
 
 def test_a_rollback_discards_the_recent_values():
     rows, detectors = toy_collapse(), PostTrainingDetectors("grpo")
+    findings = list[Finding]()
     for n, row in enumerate(rows[:60]):
-        detectors.update(row, step=n, attempt=1, time_unix_ns=n)
-    assert "policy_collapse" in detectors.lasting()
+        findings += detectors.update(row, step=n, attempt=1, time_unix_ns=n)
+    collapse = next(finding for finding in findings if finding.kind == "policy_collapse")
+    assert detectors.holds(collapse)
     for n, row in enumerate(rows[:30]):
         assert () == detectors.update(row, step=20 + n, attempt=2, time_unix_ns=n)
-    assert "policy_collapse" not in detectors.lasting()
+    assert not detectors.holds(collapse)
 
 
 def test_a_condition_lasts_until_it_was_absent_for_a_while():
-    detectors = PostTrainingDetectors("grpo")
+    detectors, findings = PostTrainingDetectors("grpo"), list[Finding]()
     for n in range(30):
-        detectors.update({"val/ratio": 4.0}, step=n, attempt=1, time_unix_ns=n)
-    assert {"policy_ratio"} == detectors.lasting()
+        findings += detectors.update({"val/ratio": 4.0}, step=n, attempt=1, time_unix_ns=n)
+    assert [True] == [detectors.holds(finding) for finding in findings]
     for n in range(30, 60):
         detectors.update({"val/ratio": 1.0}, step=n, attempt=1, time_unix_ns=n)
-    assert frozenset() == detectors.lasting()
+    assert [False] == [detectors.holds(finding) for finding in findings]
 
 
 def test_every_detector_reports_and_never_acts():

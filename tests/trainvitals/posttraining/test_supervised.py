@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import pytest
 
 from trainvitals.detect.posttraining.set import PostTrainingDetectors
+from trainvitals.records import Finding
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -161,20 +162,26 @@ def test_counts_of_labels_and_adapters_are_reported_once(name, bad, good, cause)
 
 
 def test_a_count_holds_until_another_process_counts_again():
-    detectors = PostTrainingDetectors("sft")
-    for step, row in enumerate([{"lora/optimizer_share": 0.0}, *[{"loss": 2.0}] * 50]):
-        detectors.update(row, step=step, attempt=1, time_unix_ns=step)
-        assert "adapter" in detectors.lasting()
-    detectors.update({"lora/optimizer_share": 1.0}, step=60, attempt=2, time_unix_ns=60)
-    assert "adapter" not in detectors.lasting()
+    detectors, findings = PostTrainingDetectors("sft"), list[Finding]()
+    counts = {"lora/optimizer_share": 0.0, "lora/base_share": 1.0}
+    for step, row in enumerate([counts, *[{"loss": 2.0}] * 50]):
+        findings += detectors.update(row, step=step, attempt=1, time_unix_ns=step)
+        assert [True, True] == [detectors.holds(finding) for finding in findings]
+    counts = {"lora/optimizer_share": 1.0, "lora/base_share": 1.0}
+    detectors.update(counts, step=60, attempt=2, time_unix_ns=60)
+    held = [finding.cause for finding in findings if detectors.holds(finding)]
+    assert ["base_trained"] == held
 
 
 def test_leaked_pairs_and_known_rows_hold_to_the_end():
-    leaked, known = PostTrainingDetectors("dpo"), PostTrainingDetectors("sft")
-    for step in range(300):
-        leaked.update({"rewards/accuracies": 1.0}, step=step, attempt=1, time_unix_ns=step)
-        known.update({"loss": 0.01}, step=step, attempt=1, time_unix_ns=step)
-    assert ({"preference"}, {"memorized"}) == (leaked.lasting(), known.lasting())
+    for task, row in (("dpo", {"rewards/accuracies": 1.0}), ("sft", {"loss": 0.01})):
+        detectors, findings = PostTrainingDetectors(task), list[Finding]()
+        for step in range(300):
+            attempt = 1 + (step >= 150)
+            findings += detectors.update(row, step=step, attempt=attempt, time_unix_ns=step)
+        assert [True] == [detectors.holds(finding) for finding in findings]
+        detectors.update(row, step=0, attempt=3, time_unix_ns=300)
+        assert not detectors.holds(findings[0])
 
 
 def test_adapters_are_judged_in_each_kind_of_run_and_labels_only_in_sft():

@@ -145,6 +145,10 @@ class Watcher(Reporter):
         """Whether a reported lasting condition still holds; never for events of one step."""
         return False
 
+    def holds(self, cause: str) -> bool:
+        """Return whether the condition still holds that was reported with this cause."""
+        return self.goes_on
+
     def update(self, merged: MergedStep) -> tuple[Finding, ...]:
         """Add one merged step; steps come in order, a newer attempt may go back."""
         if self._has_seen and (merged.attempt != self._attempt or merged.step <= self._step):

@@ -178,9 +178,10 @@ class FleetDetectors(Stateful):
                 self._memory.learn_total(total)
         return tuple(finding for w in self._of_nodes for finding in w.update(sample))
 
-    def lasting(self) -> frozenset[str]:
-        """Return the names of detectors whose reported condition still holds."""
-        return frozenset(watcher.name for watcher in self._of_steps if watcher.goes_on)
+    def holds(self, finding: Finding) -> bool:
+        """Return whether the condition of an earlier finding on merged steps still holds."""
+        watchers = (watcher for watcher in self._of_steps if watcher.name == finding.detector)
+        return any(watcher.holds(finding.cause) for watcher in watchers)
 
     def check_stall(self, now_ns: int) -> tuple[Finding, ...]:
         """Return the finding about a step that does not arrive; once, until one does.

@@ -502,6 +502,11 @@ class ShareCourse(ValueCourse):
         return sum(recent) / len(recent) if len(recent) == recent.maxlen else None
 
     @property
+    def recent(self) -> Sequence[float]:
+        """Return the recent shares of completions or groups, the latest last."""
+        return tuple(self._recent)
+
+    @property
     def latest(self) -> float | None:
         """Return the mean of the latest shares; it shows a sudden rise, as of cut completions."""
         recent = list(self._recent)[-_SUDDEN:]
@@ -636,10 +641,9 @@ class CountWatcher(PostTrainingWatcher):
         self._reported = 0
         """Causes that were reported, as bits."""
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether a reported fact still holds."""
-        return self._reported != 0
+    def holds(self, cause: str) -> bool:
+        """Return whether this fact was reported, and not counted otherwise since."""
+        return cause in self.CAUSES and bool(self._reported & (1 << self.CAUSES.index(cause)))
 
     def _clear(self, cause: str) -> None:
         """Note that a new count does not show the fact."""

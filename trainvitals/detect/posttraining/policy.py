@@ -29,6 +29,8 @@ _DRIFT_EVALUATIONS = 16
 """Evaluations over which a drift without direction adds up."""
 _CONSTANT = 8
 """Values of a reward that is the same for all completions, from which it is not chance."""
+_FEWEST = 5
+"""Values before a constant reward that show that it varied."""
 _FALLING_PART = 0.05
 """Smallest loss of a held-out reward that falls while the training reward rises, as a part of its
 gain."""
@@ -60,10 +62,9 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
         self._repeats = ConditionEpisode(self._config.clear_after)
         """Whether completions run into the limit, although the reward is not lost."""
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the policy is still deterministic, without success or at full length."""
-        return self._repeats.on or super().goes_on
+    def holds(self, cause: str) -> bool:
+        """Return whether the policy is still deterministic, without success or at full length."""
+        return self._repeats.on if cause == "repetition" else self.goes_on
 
     def _courses(self) -> Sequence[ValueCourse]:
         """Return the levels of entropy, reward and cut completions that a restart resets."""
@@ -97,27 +98,29 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
             return self._end_condition()
         if self._num_before is None:
             self._num_before = self._reward.num
-        fell = f"the policy collapsed: its entropy fell from {highest:.3g} to {level:.3g}, and "
+        fell = f"its entropy fell from {highest:.3g} to {level:.3g}, and "
         has_failed = self._has_failed()
         if has_failed:
             reason = (
-                f"{fell}{self._reward.describe()}. Likely causes: a learning rate that is too "
-                "high, no penalty for divergence, a reward without signal, or one that a fixed "
-                "text satisfies. Go back to a checkpoint before the fall; lower the learning rate, "
-                "or raise beta"
+                f"the policy collapsed: {fell}{self._reward.describe()}. Likely causes: a learning "
+                "rate that is too high, no penalty for divergence, a reward without signal, or one "
+                "that a fixed text satisfies. Go back to a checkpoint before the fall; lower the "
+                "learning rate, or raise beta"
             )
             return self._begin_condition(merged, reason, value=level, limit=limit)
         mean, lowest = self._cut.mean, self._cut.lowest
         config = self._config
         if mean is not None and mean >= config.cut_share and mean - lowest >= config.cut_rise:
+            if has_failed is not None:
+                self._episode.begins(False)
             if self._episode.on or not self._repeats.begins(True):
                 return ()
             course = f"; {self._reward.describe()}" if self._reward.level is not None else ""
             reason = (
-                f"{fell}{mean:.0%} of the completions are cut at the length limit (lowest share "
-                f"before: {lowest:.0%}){course}. Likely cause: a reward that a fixed text "
-                "satisfies, or one that prefers length. Read some completions: if full length is "
-                "best for the task, nothing is wrong"
+                f"the policy is nearly deterministic: {fell}{mean:.0%} of the completions are cut "
+                f"at the length limit (lowest share before: {lowest:.0%}){course}. Likely cause: a "
+                "reward that a fixed text satisfies, or one that prefers length. Read some "
+                "completions: if full length is best for the task, nothing is wrong"
             )
             return self._report(
                 merged.step, reason, value=level, limit=limit, cause="repetition",
@@ -146,13 +149,17 @@ class DeadRewardWatcher(PostTrainingWatcher):
     """
 
     name = "dead_reward"
-    STATE = ("_share", "_reward", "_constant", "_num_constant", "_is_constant")
+    STATE = (
+        "_share", "_reward", "_constant", "_num_constant", "_is_constant", "_constant_since",
+    )  # fmt: skip
     MAY_LACK = True  # states of older versions lack ``_constant``
 
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
         super().__init__(config)
         self._constant: float | None = None
-        """The latest reward, if all groups were dead then."""
+        """The latest reward, if all completions had it."""
+        self._constant_since = 0
+        """First step with this reward."""
         self._num_constant = 0
         """Steps in a row with this reward."""
         self._is_constant = False
@@ -170,14 +177,16 @@ class DeadRewardWatcher(PostTrainingWatcher):
         self._reward.add(reward, merged.step)
         if share is None:
             return ()
-        shares_before = self._share.mean
+        before = self._share.recent
         self._share.add(share, merged.step)
-        self._note_constant(reward, share, shares_before)
+        self._note_constant(merged.step, reward, share, before)
         is_sudden, config = self._reward.is_sudden or self._is_constant, self._config
         mean = self._share.latest if is_sudden else self._share.mean
         if mean is None or self._reward.level is None:
             return ()
         self._note_beyond(mean >= config.dead_share)
+        if self._is_constant:
+            self._beyond_since = self._constant_since
         if mean < config.dead_share:
             return self._end_condition()
         outcome, lowest = self._reward.outcome, self._share.lowest
@@ -212,24 +221,43 @@ class DeadRewardWatcher(PostTrainingWatcher):
             merged, reason, value=mean, limit=config.never_share if never else config.dead_share
         )
 
-    def _note_constant(self, reward: float | None, share: float, before: float | None) -> None:
+    def _restarted(self, merged: MergedStep) -> None:
+        """Wait for a constant reward of the new attempt or process."""
+        super()._restarted(merged)
+        self._forget_constant()
+
+    def rebaseline(self) -> None:
+        """Wait for a reward that becomes constant after the announced change."""
+        super().rebaseline()
+        self._forget_constant()
+
+    def _forget_constant(self) -> None:
+        """Discard the constant reward of the steps before."""
+        self._constant, self._num_constant, self._is_constant = None, 0, False
+
+    def _note_constant(
+        self, step: int, reward: float | None, share: float, before: Sequence[float]
+    ) -> None:
         """Note whether the reward became the same for all completions within one step.
 
-        While a task is solved, or a policy becomes deterministic, the share of dead groups climbs.
+        While a task is solved, or a policy becomes deterministic, the share of groups with equal
+        rewards climbs.
 
         Args:
-            reward: mean reward of the step.
-            share: share of groups with equal rewards.
-            before: mean share of the steps before; None if there were too few.
+            step: the step.
+            reward: its mean reward.
+            share: its share of groups with equal rewards.
+            before: the shares of the steps before.
         """
-        is_dead = share >= 1.0 and reward is not None
-        if is_dead and reward == self._constant:
+        is_same = share >= 1.0 and reward is not None
+        if is_same and reward == self._constant:
             self._num_constant = min(self._num_constant + 1, 1 << 30)
         else:
-            # One step with all groups dead may be chance; the mean before it must not be high.
-            is_new = is_dead and before is not None and before <= self._config.jump_from
-            self._constant, self._num_constant = (reward, 1) if is_new else (None, 0)
-            self._is_constant = False
+            self._forget_constant()
+            # With few groups per step all of them may have equal rewards by chance, repeatedly.
+            has_had_gradient = len(before) >= _FEWEST and max(before) < 1.0
+            if is_same and has_had_gradient and sum(before) <= self._config.jump_from * len(before):
+                self._constant, self._num_constant, self._constant_since = reward, 1, step
         best = self._reward.best
         if self._num_constant == _CONSTANT and best is not None and self._constant is not None:
             self._is_constant = self._constant < best - self._reward.noise

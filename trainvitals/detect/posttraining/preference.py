@@ -90,10 +90,9 @@ class PreferenceWatcher(PostTrainingWatcher):
         self._is_leaked = False
         """Whether the pairs were reported as leaked: later steps do not change them."""
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether reported pairs are still trained, or their log-probabilities still fall."""
-        return self._is_leaked or super().goes_on
+    def holds(self, cause: str) -> bool:
+        """Return whether the pairs are still leaked ones, or chosen ones still improbable."""
+        return self._is_leaked if cause == "preference_leak" else self.goes_on
 
     @staticmethod
     def is_for(spec: TaskSpec) -> bool:
@@ -108,7 +107,7 @@ class PreferenceWatcher(PostTrainingWatcher):
     def _restarted(self, merged: MergedStep) -> None:
         """Drop the log-probabilities of pairs that are trained again."""
         self._clear_recent()
-        self._is_leaked = False
+        self._is_leaked = self._is_leaked and merged.step > self._first_step
         if merged.step <= self._first_at:
             self._first.clear()
         if merged.step <= self._step:

@@ -89,6 +89,7 @@ class PostTrainingDetectors(Stateful):
         for watcher in self._watchers.values():
             watcher.rebaseline()
 
-    def lasting(self) -> frozenset[str]:
-        """Return the detectors with a reported condition that still holds."""
-        return frozenset(name for name, watcher in self._watchers.items() if watcher.goes_on)
+    def holds(self, finding: Finding) -> bool:
+        """Return whether the condition of an earlier finding still holds."""
+        watcher = self._watchers.get(finding.detector)
+        return watcher is not None and watcher.holds(finding.cause)

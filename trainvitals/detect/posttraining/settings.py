@@ -34,7 +34,7 @@ class PostTrainingConfig(Settings, frozen=True, kw_only=True):
     dead_share: Share = 0.9
     """Mean share of groups without a gradient that is reported."""
     jump_from: Share = 0.5
-    """Mean share of dead groups, at most, before a reward that becomes constant at once."""
+    """Largest mean share of groups with equal rewards before a reward that becomes constant."""
     never_share: Share = 0.995
     """Share of dead groups of a run that never had a gradient, since its start."""
     never_values: Annotated[int, Meta(ge=4)] = 100

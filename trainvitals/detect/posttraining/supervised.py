@@ -123,10 +123,9 @@ class MemorizedWatcher(PostTrainingWatcher):
         self._is_known = False
         """Whether the rows were reported as known: later steps do not change them."""
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether reported rows are still trained."""
-        return self._is_known or super().goes_on
+    def holds(self, cause: str) -> bool:
+        """Return whether the rows are still known ones, or still memorized."""
+        return self._is_known if cause == "known_rows" else self.goes_on
 
     @staticmethod
     def is_for(spec: TaskSpec) -> bool:
@@ -140,7 +139,8 @@ class MemorizedWatcher(PostTrainingWatcher):
         self._drops.clear()
         if merged.step <= self._best_step:
             self._evaluated = self._best = None
-        self._is_start_judged, self._is_known = True, False
+        self._is_known = self._is_known and merged.step > self._start_at
+        self._is_start_judged = True
 
     def rebaseline(self) -> None:
         """Compare with the evaluations after the announced change of the fine-tuning data."""
