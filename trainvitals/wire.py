@@ -175,7 +175,7 @@ def is_intact_batch(raw: bytes) -> bool:
 
 def is_of_events(raw: bytes) -> bool:
     """Return whether encoded rows seem to be event records, by their bytes; not verified."""
-    return _EVENTS in raw[:_HEAD_BYTES]
+    return raw.find(_EVENTS, 0, _HEAD_BYTES) >= 0
 
 
 def split_batches(raw: bytes) -> list[bytes]:

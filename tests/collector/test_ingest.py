@@ -55,6 +55,24 @@ def part_of(raw: bytes, first: int, last: int) -> bytes:
     return encode_batch(header, batch.rows[first * size : last * size])
 
 
+def test_a_commit_of_many_writers_records_each_of_them(either: Store):
+    writers = [Writer(f"rank:{i}", world_size=300) for i in range(300)]
+    late, in_time = writers[:1], writers[1:]
+    for step in range(2):
+        ingest_all(either, [w.steps([step], loss=float(w.identity.rank)) for w in in_time], START)
+    ingest_all(either, [w.steps([step], loss=0.0) for step in range(2) for w in late], START)
+    seen, read = tables.sources.c, tables.streams.c
+    with either.read_transaction() as connection:
+        sources = connection.execute(
+            select(seen.rank, seen.last_step, seen.last_step_unix_ns, seen.loss).order_by(seen.rank)
+        ).all()
+        streams = connection.execute(
+            select(read.last_seq, read.num_rows, read.num_lost, read.last_unix_ns)
+        ).all()
+    assert [(rank, 1, START + SECOND, float(rank)) for rank in range(300)] == sources
+    assert [(1, 2, 0, START)] * 300 == streams
+
+
 def test_what_another_process_stored_counts_and_not_what_is_remembered(store: Store):
     url = store.engine.url.render_as_string(hide_password=False)
     other = Store(open_store(url).engine, store.numbers)

@@ -24,7 +24,7 @@ import httptools
 import msgspec
 from fastapi import FastAPI
 from sqlalchemy import select
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -291,8 +291,8 @@ class AuthMiddleware:
 
     def _check_origin(self, headers: Headers) -> None:
         """Refuse a request from a web page of another origin."""
-        host = headers["host"].lower()
         for origin in headers.getlist("origin"):
+            host = headers["host"].lower()
             is_same_origin = origin.lower() in (f"http://{host}", f"https://{host}")
             if not is_same_origin and origin.lower() not in self._origins:
                 raise Refused(
@@ -419,8 +419,10 @@ def _check_content_type(scope: Scope, headers: Headers) -> None:
         required_type = PROTOBUF
     elif scope["path"].startswith(ACK_PATH):
         required_type = "application/x-www-form-urlencoded"
+    if kind == required_type:
+        return
     has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-    if kind != required_type and (kind or has_body):
+    if kind or has_body:
         raise Refused(
             415, UsageError(f"Content-Type is {kind or 'missing'!r}; this takes {required_type}")
         )
@@ -485,15 +487,18 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
+_SECURITY_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"x-frame-options", b"DENY"))
+
+
 def add_security_headers(send: Send) -> Send:
     """Return an ASGI ``send`` that adds the security headers of every response of the API."""
 
     async def hardened(message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
-            headers.setdefault("Cache-Control", "no-store")
-            headers["X-Content-Type-Options"] = "nosniff"
-            headers["X-Frame-Options"] = "DENY"
+            headers = [*message.get("headers", ()), *_SECURITY_HEADERS]
+            if not any(name.lower() == b"cache-control" for name, _ in headers):
+                headers.append((b"cache-control", b"no-store"))
+            message["headers"] = headers
         await send(message)
 
     return hardened

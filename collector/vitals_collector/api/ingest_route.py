@@ -258,9 +258,9 @@ class CommitQueue:
             now = time.monotonic()
             for lane, places in ((self._rows, rows), (self._events, events)):
                 if places:
-                    lane.enqueue(
-                        _LaneBatches(body, places, sum(len(body.raws[i]) for i in places), now)
-                    )
+                    is_all = len(places) == len(body.raws)
+                    num_bytes = body.num_bytes if is_all else sum(len(body.raws[i]) for i in places)
+                    lane.enqueue(_LaneBatches(body, places, num_bytes, now))
 
     def close(self) -> None:
         """Stop accepting uploads, store waiting bodies, and stop the threads."""

@@ -23,7 +23,7 @@ ignores duplicates. With several collectors on one database, each run has one ow
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, repeat
+from itertools import chain, groupby, islice, repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -197,16 +197,18 @@ def store_bodies(
         StorageError: the database refused; nothing was stored.
     """
     checked = iter(check_bodies(bodies, asking))
-    by_body = [[next(checked) for _ in body] for body in bodies]
+    by_body = [list(islice(checked, len(body))) for body in bodies]
     named: dict[int, Principal] = {}
     for of_body, principal in zip(by_body, principals, strict=bool(principals)):
-        if not principal.writes_all:
+        if principal.is_limited:
             of_body[:] = [_check_token_limits(batch, principal) for batch in of_body]
-            named |= {id(batch): principal for batch in of_body if isinstance(batch, Batch)}
-    run_ids = {run_id for of_body in by_body for run_id in runs_in(of_body)}
-    elsewhere = store.claims.claim(run_ids)
+        if not principal.writes_all:
+            named |= {id(batch): principal for batch in of_body}
+    elsewhere = store.claims.claim(runs_in(chain.from_iterable(by_body)))
     away = [
         next((elsewhere[run_id] for run_id in runs_in(of_body) if run_id in elsewhere), None)
+        if elsewhere
+        else None
         for of_body in by_body
     ]
     local_bodies = [of_body for of_body, error in zip(by_body, away, strict=True) if error is None]
@@ -218,7 +220,7 @@ def store_bodies(
     announce(store, stored)
     outcomes = iter(stored)
     return [
-        tuple(next(outcomes) for _ in body) if error is None else error
+        tuple(islice(outcomes, len(body))) if error is None else error
         for body, error in zip(by_body, away, strict=True)
     ]
 
@@ -631,7 +633,9 @@ def _check_offset(batch: Batch, offset: StreamOffset | None, principal: Principa
             hint="each start of each source makes an incarnation of its own",
         )
     begun_with = offset.token_id, offset.writer_key_hash
-    if error := _foreign_incarnation_error(identity, principal, begun_with):
+    if begun_with != (principal.token_id, principal.writer_key_hash) and (
+        error := _foreign_incarnation_error(identity, principal, begun_with)
+    ):
         raise error
     return offset
 
@@ -1027,20 +1031,20 @@ def _note_columns(
     connection: Connection, batches: Sequence[Batch], summaries: Sequence[BatchSummary]
 ) -> None:
     """Write the measured columns of stored batches; mostly known, so that nothing is written."""
-    bits: dict[tuple[str, int], int] = {}
     schemas = {id(batch.header.stream_schema): batch.header.stream_schema for batch in batches}
-    for batch, summary in zip(batches, summaries, strict=True):
-        about = batch.header.identity.run_id, id(batch.header.stream_schema)
-        bits[about] = bits.get(about, 0) | summary.measured
+    measured_bits = {
+        (batch.header.identity.run_id, id(batch.header.stream_schema), summary.measured)
+        for batch, summary in zip(batches, summaries, strict=True)
+    }
     names = {
         (run_id, schemas[which].stream, remove_nul(column.name))
-        for (run_id, which), measured in bits.items()
+        for run_id, which, measured in measured_bits
         for i, column in enumerate(schemas[which].columns)
         if measured >> i & 1
     }
     table = measured_columns.c
     query = select(table.run_id, table.stream, table.name)
-    about_runs = sorted({run_id for run_id, _ in bits})
+    about_runs = sorted({run_id for run_id, _, _ in measured_bits})
     named = connection.execute(query.where(table.run_id.in_(about_runs))).all()
     if new := sorted(names.difference(map(tuple, named))):
         connection.execute(

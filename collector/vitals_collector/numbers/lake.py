@@ -121,9 +121,8 @@ class Lake(OpenLake):
             num_new, parts, taken = self._split_new_rows(batches)
             if parts:
                 owned_epochs = self.catalogue.epochs
-                epochs = {
-                    run_id: owned_epochs[run_id] for run_id, _, _ in taken if run_id in owned_epochs
-                }
+                run_ids = {run_id for run_id, _, _ in taken}
+                epochs = {run_id: owned_epochs[run_id] for run_id in run_ids & owned_epochs.keys()}
                 self._store(parts, taken, epochs)
             return num_new
 
@@ -164,10 +163,10 @@ class Lake(OpenLake):
             ]
             self.engine.insert(NEW_MARKS, build_arrow_table(MARK_COLUMNS, marks))
             also()
-            for (run_id, *writer), of in taken.items():
+            for key, of in taken.items():
                 if of.filled is not None:
                     lake_damage.record_filled_holes(
-                        self.engine, numbers[run_id], writer, of.filled, of.holes
+                        self.engine, numbers[key[0]], key[1:], of.filled, of.holes
                     )
         with self.catalogue.lock:
             self.catalogue.runs |= runs
@@ -217,16 +216,15 @@ class Lake(OpenLake):
         for batch in batches:
             header, key = batch.header, _stream_key(batch)
             first, end = header.first_seq, header.first_seq + header.num_rows
-            stream = taken.get(key)
-            if stream is None:
-                state, writer = states[key[0]], key[1:]
-                holes = state.holes.get(writer, []) if state.holes else []
-                stream = _StreamState(header.identity.source, state.marks.get(writer, -1), holes)
-            if not stream.holes and first == stream.mark + 1:  # nearly always
-                parts.append(NewRows(batch, 0, header.num_rows))
+            stream, state = taken.get(key), states[key[0]]
+            if stream is None and not state.holes and first == state.marks.get(key[1:], -1) + 1:
+                parts.append(NewRows(batch, 0, header.num_rows))  # nearly always
                 num_new.append(header.num_rows)
-                taken[key] = _StreamState(stream.source, end - 1, stream.holes, stream.filled)
+                taken[key] = _StreamState(header.identity.source, end - 1, [])
                 continue
+            if stream is None:
+                mark, holes = state.marks.get(key[1:], -1), state.holes.get(key[1:], [])
+                stream = _StreamState(header.identity.source, mark, holes)
             new = stream.missing_seqs(first, end) if stream.holes else []
             filled = stream.without(new) if new else stream
             if end - 1 > stream.mark:

@@ -134,7 +134,10 @@ def _arrow_array(values: npt.NDArray[Any], is_valid: npt.NDArray[np.bool_]) -> p
 
 def _repeated(values: Sequence[Any], counts: npt.NDArray[np.int64], kind: pa.DataType) -> pa.Array:
     """Return each value repeated ``counts`` times, as a column of rows for the lake."""
-    return pa.array(values, kind).take(pa.array(np.repeat(np.arange(len(values)), counts)))
+    column = pa.array(values, kind)
+    if (counts == 1).all():
+        return column
+    return column.take(pa.array(np.repeat(np.arange(len(values)), counts)))
 
 
 def build_arrow_table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> pa.Table:
