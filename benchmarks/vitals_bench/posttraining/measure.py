@@ -235,9 +235,9 @@ def _of_part(title: str, outcomes: Sequence[Outcome]) -> Iterator[Row]:
     num_same = sum(o.reported_at == o.lost_at for o in lost)
     if lost:
         yield Row(
-            name=f"faults reported before a tenth of the success was lost, {title}",
+            name=f"the same, of the faults in which a tenth is lost at all, {title}",
             ours=100 * num_before / len(lost), unit="%",
-            note=f"{num_before} of {len(lost)} in which it is lost; {num_same} in the same step",
+            note=f"{num_before} of {len(lost)}, {num_same} of these in that very step",
         )  # fmt: skip
     waits = [
         math.inf if o.reported_at is None else float(o.reported_at - o.low_entropy_at)

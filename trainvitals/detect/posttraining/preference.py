@@ -167,7 +167,10 @@ class PreferenceWatcher(PostTrainingWatcher):
             "mark; or pairs that the model was trained on. Compare some pairs as tokens"
         )
         limit = config.leak_accuracy
-        return self._report(merged.step, reason, cause="preference_leak", value=mean, limit=limit)
+        return self._report(
+            merged.step, reason, cause="preference_leak", value=mean, limit=limit,
+            onset_step=self._first_step,
+        )  # fmt: skip
 
     def _displacement(self, merged: MergedStep) -> tuple[Finding, ...]:
         """Report chosen completions that become improbable together with the rejected ones."""
