@@ -116,8 +116,10 @@ bench-judgement: $(STAMP) ## small trainings, healthy and damaged, with the libr
 bench-forecast: $(STAMP) ## where time went, ends, final losses, plans: held against what is known (three minutes)
 	$(BIN)/python -m vitals_bench forecast --page docs/figures.md $(ARGS)
 
-bench-posttraining: $(STAMP) ## small GRPO, PPO, DPO and SFT trainings, healthy and with faults: which are reported, how soon (10 minutes)
-	$(BIN)/python -m vitals_bench posttraining --page docs/figures.md $(ARGS)
+bench-posttraining: $(STAMP) $(INTEGRATIONS)/.$(PINS) ## small GRPO, PPO, DPO and SFT trainings, healthy and with faults: which are reported, how soon (25 minutes)
+	@mkdir -p build && rm -f build/posttraining.jsonl
+	$(INTEGRATIONS)/bin/python -m vitals_bench posttraining --kinds TRL --results build/posttraining.jsonl
+	$(BIN)/python -m vitals_bench posttraining --results build/posttraining.jsonl --page docs/figures.md $(ARGS)
 
 bench-drill: $(STAMP) ## `vitals drill` on well-known loops and on broken ones, then real preflights of nodes with a fault (two hours; as root)
 	$(BIN)/python -m vitals_bench drill --page docs/figures.md $(ARGS)

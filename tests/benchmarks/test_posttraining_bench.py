@@ -2,6 +2,7 @@
 
 import pytest
 
+from vitals_bench.posttraining import with_trl
 from vitals_bench.posttraining.kinds import FAULTS, HEALTHY, KINDS, ONSET
 from vitals_bench.posttraining.measure import SEEDS, Options, Outcome, figures, measure_trainings
 from vitals_bench.rows import Grid, Row
@@ -49,6 +50,25 @@ def test_two_trainings_are_judged_and_do_not_run_again(tmp_path):
     assert size == results.stat().st_size
 
 
+def test_trainings_with_trl_have_rows_of_their_own():
+    found = Outcome(kind="TRL: LoRA not trained", seed=0, findings=[(2, "adapter")])
+    silent = Outcome(kind="TRL: DPO leaked pairs", seed=1)
+    healthy = Outcome(kind="TRL: GRPO", seed=1, findings=[(90, "dead_reward")], num_actions=1)
+    rows = rows_of([found, silent, healthy])
+    assert 50 == rows["faults reported by name, with TRL's trainers"]
+    assert 1 == rows["healthy runs with a report about the scalars, with TRL's trainers"]
+    assert 1 == rows["healthy runs with an action, with TRL's trainers"]
+    assert not [name for name in rows if name.endswith(("held-out seeds", "setting seeds"))]
+
+
+@pytest.mark.skipif(with_trl.is_installed(), reason="TRL is installed")
+def test_trainings_with_trl_are_left_out_where_it_is_not_installed(capfd):
+    options = Options(kinds=("TRL",), seeds=(0,))
+    (table,) = measure_trainings(quick=False, options=options)
+    assert () == table.rows
+    assert "TRL: GRPO 0: left out, because TRL is not installed" in capfd.readouterr().err
+
+
 def test_a_report_before_the_loss_and_the_wait_after_a_low_entropy_are_counted():
     early = Outcome(kind="SFT, few rows", seed=1, findings=[(40, "memorized")], lost_at=41)
     late = Outcome(kind="SFT, few rows", seed=3, findings=[(60, "memorized")], lost_at=41)
@@ -58,5 +78,5 @@ def test_a_report_before_the_loss_and_the_wait_after_a_low_entropy_are_counted()
     silent = Outcome(kind="SFT, few rows", seed=5)
     assert [True, False, True, False] == [o.is_in_time for o in (early, late, toy, silent)]
     rows = rows_of([early, late, toy])
-    assert 50 == rows["faults reported before a tenth of the success was lost, held-out seeds"]
+    assert 50 == rows["the same, of the faults in which a tenth is lost at all, held-out seeds"]
     assert 12 == rows["from a tenth of the entropy to the report, longest, held-out seeds"]

@@ -86,13 +86,23 @@ PEERS = (*LOGGERS, "lightning")
 
 def is_installed(peer: str) -> bool:
     """Return whether the peer can be imported; it is not imported."""
-    module = LOGGERS[peer][0] if peer in LOGGERS else peer
-    return importlib.util.find_spec(module) is not None
+    return importlib.util.find_spec(_module(peer)) is not None
 
 
 def version_of(peer: str) -> str:
     """Return the peer's version, or ``not installed``."""
-    return importlib.metadata.version(peer) if is_installed(peer) else "not installed"
+    if not is_installed(peer):
+        return "not installed"
+    try:
+        return importlib.metadata.version(peer)
+    except importlib.metadata.PackageNotFoundError:  # mlflow may come from mlflow-skinny
+        others = importlib.metadata.packages_distributions()
+        return importlib.metadata.version(others[_module(peer).partition(".")[0]][0])
+
+
+def _module(peer: str) -> str:
+    """Return the name of the peer's module."""
+    return LOGGERS[peer][0] if peer in LOGGERS else peer
 
 
 def open_logger(peer: str, folder: Path) -> Logger:

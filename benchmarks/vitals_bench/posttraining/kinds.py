@@ -22,6 +22,7 @@ from vitals_bench.posttraining.policy import (
     wandering,
 )
 from vitals_bench.posttraining.supervised import Tuned
+from vitals_bench.posttraining.with_trl import TrlRun
 
 ONSET = 80
 """First step of faults that begin later."""
@@ -32,7 +33,7 @@ class Kind:
     """A kind of training."""
 
     task: Task
-    run: Sampled | Compared | Tuned
+    run: Sampled | Compared | Tuned | TrlRun
     steps: int = 200
     detectors: tuple[str, ...] = ()
     """Detectors of which one names the fault; none: the training is healthy."""
@@ -166,4 +167,53 @@ HEALTHY: Mapping[str, Kind] = {
 """Entropy, groups with a gradient and reward end where those of faults do, because the task is
 solved."""
 
-KINDS: Mapping[str, Kind] = {**FAULTS, **HEALTHY}
+_TRL_ONSET = 60
+
+
+def _with_trl(task: Task, run: TrlRun, *detectors: str, onset: int = 0, steps: int = 120) -> Kind:
+    return Kind(task=task, run=run, detectors=detectors, onset=onset, steps=steps)
+
+
+_GRPO = TrlRun(trainer="GRPO", data="prompts", reward="first")
+_LORA = TrlRun(trainer="SFT", data="texts", lora="trained", learning_rate=1e-3)
+_LEAK_STEPS = 150
+"""With 16 pairs per step of which all are right, 86 steps show a leak."""
+
+TRL: Mapping[str, Kind] = {
+    "TRL: GRPO": _with_trl("grpo", _GRPO),
+    "TRL: GRPO graded": _with_trl("grpo", replace(_GRPO, reward="share")),
+    "TRL: RLOO": _with_trl("rloo", replace(_GRPO, trainer="RLOO")),
+    "TRL: DPO": _with_trl("dpo", TrlRun(trainer="DPO", data="pairs", learning_rate=1e-3)),
+    "TRL: reward model": _with_trl(
+        "reward_model", TrlRun(trainer="Reward", data="pairs", learning_rate=1e-3)
+    ),
+    "TRL: SFT": _with_trl("sft", TrlRun(trainer="SFT", data="texts", learning_rate=1e-3)),
+    "TRL: SFT of completions": _with_trl("sft", TrlRun(trainer="SFT", data="completions")),
+    "TRL: LoRA": _with_trl("sft", _LORA),
+    "TRL: GRPO learning rate x100": _with_trl(
+        "grpo", replace(_GRPO, rate_factor=100.0), *_LOST, "dead_reward", onset=_TRL_ONSET
+    ),
+    "TRL: GRPO parser breaks": _with_trl(
+        "grpo", replace(_GRPO, breaks=True), "dead_reward", onset=_TRL_ONSET
+    ),
+    "TRL: GRPO reward without signal": _with_trl(
+        "grpo", replace(_GRPO, reward="noise", learning_rate=0.03), *_LOST
+    ),
+    "TRL: DPO leaked pairs": _with_trl(
+        "dpo", TrlRun(trainer="DPO", data="marked", learning_rate=1e-3), "preference",
+        steps=_LEAK_STEPS,
+    ),
+    "TRL: SFT without an end": _with_trl(
+        "sft", TrlRun(trainer="SFT", data="ids"), "labels", steps=40
+    ),
+    "TRL: SFT trains prompts": _with_trl(
+        "sft",
+        TrlRun(trainer="SFT", data="completions", more={"completion_only_loss": False}),
+        "labels", steps=40,
+    ),
+    "TRL: LoRA not trained": _with_trl("sft", replace(_LORA, lora="frozen"), "adapter", steps=40),
+    "TRL: LoRA with its base": _with_trl("sft", replace(_LORA, lora="thawed"), "adapter", steps=40),
+}  # fmt: skip
+"""Trainings with TRL's trainers, which need TRL: `make test-integrations` installs it."""
+
+KINDS: Mapping[str, Kind] = {**FAULTS, **HEALTHY, **TRL}

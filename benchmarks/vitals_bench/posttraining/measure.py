@@ -21,7 +21,8 @@ from trainvitals.errors import TrainingHalted
 from trainvitals.jsonable import from_json, to_json
 from trainvitals.records import Finding
 from vitals_bench.judgement.ledger import READ_EVERY, Ledger
-from vitals_bench.posttraining.kinds import FAULTS, HEALTHY, KINDS, Kind
+from vitals_bench.posttraining import with_trl
+from vitals_bench.posttraining.kinds import FAULTS, HEALTHY, KINDS, TRL, Kind
 from vitals_bench.posttraining.pairs import Compared, train_pairs
 from vitals_bench.posttraining.policy import TRUTH, Sampled, Scalars, Writer, train_policy
 from vitals_bench.posttraining.supervised import Tuned, prepare, train_rows
@@ -101,6 +102,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 def train(name: str, seed: int) -> Outcome:
     """Train a kind once with the library in the loop; return its reports."""
     kind = KINDS[name]
+    if isinstance(kind.run, with_trl.TrlRun):
+        return _train_with_trl(name, kind.run, seed)
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     model, optimizer, batches = _start(kind)
@@ -119,8 +122,31 @@ def train(name: str, seed: int) -> Outcome:
             pass
         monitor.close()
         ledger.read()
-    detectors, findings = PostTrainingDetectors(kind.task), list[Finding]()
-    for step, scalars in ledger.scalars().items():  # as the collector does
+    return _outcome(name, seed, ledger, course)
+
+
+def _train_with_trl(name: str, run: with_trl.TrlRun, seed: int) -> Outcome:
+    """Train a kind once with TRL's trainer and the callback; return its reports."""
+    kind = KINDS[name]
+    course, ledgers = Course(_SMOOTH), list[Ledger]()
+
+    def read(run_id: str) -> None:
+        if not ledgers:
+            ledgers.append(Ledger(run_id, loss_kind="rl" if run.reward else "minimize"))
+        ledgers[0].read()
+
+    with own_place():
+        with_trl.train(run, seed, kind.steps, kind.onset, read)
+        ledgers[0].read()
+    for step, scalars in ledgers[0].scalars().items():
+        course.add(step, scalars.get("reward"), scalars.get("entropy"), kind.onset)
+    return _outcome(name, seed, ledgers[0], course)
+
+
+def _outcome(name: str, seed: int, ledger: Ledger, course: Course) -> Outcome:
+    """Return what a training raised; its scalars are judged as the collector does."""
+    detectors, findings = PostTrainingDetectors(KINDS[name].task), list[Finding]()
+    for step, scalars in ledger.scalars().items():
         findings += detectors.update(scalars, step=step, attempt=1, time_unix_ns=0)
     return Outcome(
         kind=name,
@@ -135,8 +161,9 @@ def train(name: str, seed: int) -> Outcome:
 
 
 def _start(kind: Kind) -> tuple[nn.Module, Optimizer, Iterator[tuple[Tensor, Scalars]]]:
-    """Return model, optimizer and steps of a kind."""
+    """Return model, optimizer and steps of a kind with a loop of the benchmark's own."""
     run = kind.run
+    assert not isinstance(run, with_trl.TrlRun)
     if isinstance(run, Tuned):
         reader, adam = prepare(run)
         return reader, adam, train_rows(reader, adam, kind.steps, run)
@@ -185,7 +212,10 @@ def measure_trainings(*, quick: bool, options: Options | None = None) -> Iterato
     earlier = {(o.kind, o.seed): o for line in stored for o in [from_json(line, Outcome)]}
     outcomes = []
     for seed in options.seeds or (SEEDS[:1] if quick else SEEDS):
-        for name in options.kinds or (("parser breaks", "solved") if quick else tuple(KINDS)):
+        for name in _chosen(options.kinds or (("parser breaks", "solved") if quick else ())):
+            if name in TRL and (name, seed) not in earlier and not with_trl.is_installed():
+                sys.stderr.write(f"{name} {seed}: left out, because TRL is not installed\n")
+                continue
             outcome = earlier.get((name, seed)) or train(name, seed)
             outcomes.append(outcome)
             if path is not None and (name, seed) not in earlier:
@@ -195,15 +225,36 @@ def measure_trainings(*, quick: bool, options: Options | None = None) -> Iterato
     yield from figures(outcomes)
 
 
+def _chosen(kinds: Sequence[str]) -> list[str]:
+    """Return the kinds with these names, or with one of them before the colon; () is all."""
+    return [name for name in KINDS if not kinds or {name, name.split(":")[0]} & {*kinds}]
+
+
 def figures(outcomes: Sequence[Outcome]) -> Iterator[Row | Grid]:
-    """Yield the figures of both halves of the seeds, and the table by kind."""
+    """Yield the figures of both halves of the seeds, those with TRL, and the table by kind."""
+    own = [each for each in outcomes if each.kind not in TRL]
     for title, part in (
-        ("setting seeds", [each for each in outcomes if not each.is_held_out]),
-        ("held-out seeds", [each for each in outcomes if each.is_held_out]),
+        ("setting seeds", [each for each in own if not each.is_held_out]),
+        ("held-out seeds", [each for each in own if each.is_held_out]),
     ):
         if part:
             yield from _of_part(title, part)
+    if with_library := [each for each in outcomes if each.kind in TRL]:
+        yield from _of_trl(with_library)
     yield _table(outcomes)
+
+
+def _of_trl(outcomes: Sequence[Outcome]) -> Iterator[Row]:
+    """Yield the figures of the trainings with TRL. No limit was chosen by them."""
+    faulty = [each for each in outcomes if KINDS[each.kind].detectors]
+    healthy = [each for each in outcomes if not KINDS[each.kind].detectors]
+    named = sum(each.delay is not None for each in faulty)
+    yield Row(
+        name="faults reported by name, with TRL's trainers",
+        ours=100 * named / len(faulty) if faulty else None, unit="%", goal=at_least(90),
+        note=f"{named} of {len(faulty)}",
+    )  # fmt: skip
+    yield from _of_healthy(healthy, "with TRL's trainers")
 
 
 def _of_part(title: str, outcomes: Sequence[Outcome]) -> Iterator[Row]:
@@ -250,6 +301,11 @@ def _of_part(title: str, outcomes: Sequence[Outcome]) -> Iterator[Row]:
             ours=max(waits), unit="steps", goal=at_most(20),
             note=f"{_TOY}: {', '.join(f'{delay:g}' for delay in waits)}",
         )  # fmt: skip
+    yield from _of_healthy(healthy, title)
+
+
+def _of_healthy(healthy: Sequence[Outcome], title: str) -> Iterator[Row]:
+    """Yield what healthy trainings raised."""
     for name, count, goal in (
         ("a report about the scalars", sum(bool(o.findings) for o in healthy), None),
         ("any other alert", sum(bool(o.messages) for o in healthy), None),
@@ -269,7 +325,7 @@ def _table(outcomes: Sequence[Outcome]) -> Grid:
         delays = [each.delay for each in mine if each.delay is not None]
         others = {detector for each in mine for _, detector in each.findings}
         row = (
-            f"{len(delays)}/{len(mine)}" if name in FAULTS else None,
+            f"{len(delays)}/{len(mine)}" if KINDS[name].detectors else None,
             statistics.median(delays) if delays else None,
             ", ".join(sorted(others)) or None,
             sum(each.num_actions > 0 for each in mine),
@@ -279,7 +335,8 @@ def _table(outcomes: Sequence[Outcome]) -> Grid:
         title="Trainings by kind, all seeds",
         columns=("training", "task", "named", "steps to the report", "reported", "with actions"),
         rows=tuple(rows),
-        note="Real trainings of a tiny network, in loops of the benchmark's own. A fault counts as "
+        note="Real trainings of a tiny network, in loops of the benchmark's own, or with TRL's "
+        "trainers (TRL: ...). A fault counts as "
         "reported by name if one of the detectors listed in `vitals_bench/posttraining/kinds.py` "
         "reports it after its onset. Limits are chosen by the even seeds.",
     )
