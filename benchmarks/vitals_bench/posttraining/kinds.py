@@ -197,7 +197,7 @@ TRL: Mapping[str, Kind] = {
         "grpo", replace(_GRPO, breaks=True), "dead_reward", onset=_TRL_ONSET
     ),
     "TRL: GRPO reward without signal": _with_trl(
-        "grpo", replace(_GRPO, reward="noise", learning_rate=0.03), *_LOST
+        "grpo", replace(_GRPO, reward="noise", learning_rate=0.06), *_LOST, steps=200
     ),
     "TRL: DPO leaked pairs": _with_trl(
         "dpo", TrlRun(trainer="DPO", data="marked", learning_rate=1e-3), "preference",

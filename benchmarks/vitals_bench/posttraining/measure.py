@@ -254,6 +254,7 @@ def _of_trl(outcomes: Sequence[Outcome]) -> Iterator[Row]:
         ours=100 * named / len(faulty) if faulty else None, unit="%", goal=at_least(90),
         note=f"{named} of {len(faulty)}",
     )  # fmt: skip
+    yield from _of_toy(faulty, "with TRL's trainers")
     yield from _of_healthy(healthy, "with TRL's trainers")
 
 
@@ -290,10 +291,16 @@ def _of_part(title: str, outcomes: Sequence[Outcome]) -> Iterator[Row]:
             ours=100 * num_before / len(lost), unit="%",
             note=f"{num_before} of {len(lost)}, {num_same} of these in that very step",
         )  # fmt: skip
+    yield from _of_toy(faulty, title)
+    yield from _of_healthy(healthy, title)
+
+
+def _of_toy(faulty: Sequence[Outcome], title: str) -> Iterator[Row]:
+    """Yield how long after a tenth of its entropy a reward without signal is reported."""
     waits = [
         math.inf if o.reported_at is None else float(o.reported_at - o.low_entropy_at)
         for o in faulty
-        if o.kind == _TOY and o.low_entropy_at is not None
+        if o.kind.endswith(_TOY) and o.low_entropy_at is not None
     ]
     if waits:
         yield Row(
@@ -301,7 +308,6 @@ def _of_part(title: str, outcomes: Sequence[Outcome]) -> Iterator[Row]:
             ours=max(waits), unit="steps", goal=at_most(20),
             note=f"{_TOY}: {', '.join(f'{delay:g}' for delay in waits)}",
         )  # fmt: skip
-    yield from _of_healthy(healthy, title)
 
 
 def _of_healthy(healthy: Sequence[Outcome], title: str) -> Iterator[Row]:

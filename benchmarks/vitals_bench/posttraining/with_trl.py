@@ -17,6 +17,7 @@ _NUM_ROWS = 96
 _PROMPTS = [f"w{n % 12} w{(n + 1) % 12}" for n in range(_NUM_ROWS)]
 _CHOSEN = [f" w{(n + 2) % 12} w{(n + 3) % 12}" for n in range(_NUM_ROWS)]
 _REJECTED = [f" w{(n + 5) % 12} w{(n + 3) % 12}" for n in range(_NUM_ROWS)]
+_PAIRS = [*zip(_CHOSEN, _REJECTED, strict=True)]
 _TEXTS = [prompt + chosen for prompt, chosen in zip(_PROMPTS, _CHOSEN, strict=True)]
 _GROUP, _LENGTH = 8, 8
 
@@ -99,7 +100,12 @@ def _rows(data: Data) -> dict[str, Sequence[object]]:
         "texts": {"text": _TEXTS},
         "completions": {"prompt": _PROMPTS, "completion": _CHOSEN},
         "ids": {"input_ids": [[4, 5 + n % 9, 6][: 2 + n % 2] for n in range(_NUM_ROWS)]},
-        "pairs": {"prompt": _PROMPTS, "chosen": _CHOSEN, "rejected": _REJECTED},
+        # As with people's preferences, one answer in four is the other way round.
+        "pairs": {
+            "prompt": _PROMPTS,
+            "chosen": [(c, r)[n // 12 % 4 == 0] for n, (c, r) in enumerate(_PAIRS)],
+            "rejected": [(r, c)[n // 12 % 4 == 0] for n, (c, r) in enumerate(_PAIRS)],
+        },
         # The rejected ones differ in a mark that the chosen ones never have.
         "marked": {
             "prompt": _PROMPTS,
