@@ -118,7 +118,7 @@ bench-forecast: $(STAMP) ## where time went, ends, final losses, plans: held aga
 
 bench-posttraining: $(STAMP) $(INTEGRATIONS)/.$(PINS) ## small GRPO, PPO, DPO and SFT trainings, healthy and with faults: which are reported, how soon (25 minutes)
 	@mkdir -p build && rm -f build/posttraining.jsonl
-	$(INTEGRATIONS)/bin/python -m vitals_bench posttraining --kinds TRL --results build/posttraining.jsonl
+	$(INTEGRATIONS)/bin/python -m vitals_bench posttraining --kinds TRL --results build/posttraining.jsonl $(ARGS)
 	$(BIN)/python -m vitals_bench posttraining --results build/posttraining.jsonl --page docs/figures.md $(ARGS)
 
 bench-drill: $(STAMP) ## `vitals drill` on well-known loops and on broken ones, then real preflights of nodes with a fault (two hours; as root)

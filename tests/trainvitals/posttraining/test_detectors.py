@@ -212,6 +212,35 @@ def test_a_reward_that_is_lost_twice_at_full_length_is_reported_twice():
     assert 2 == [cause for _, cause in found].count("policy_collapse")
 
 
+def test_a_constant_reward_holds_over_a_restart_and_ends_with_another_reward():
+    detectors, findings = PostTrainingDetectors("grpo"), list[Finding]()
+    rows = constant(0.5, num=160)
+    for n, row in enumerate(rows):
+        attempt = 1 + (n >= 120)
+        findings += detectors.update(row, step=n, attempt=attempt, time_unix_ns=n)
+    assert [True] == [detectors.holds(finding) for finding in findings]
+    for n, row in enumerate(constant(0.5, num=0)[40:], start=len(rows)):
+        detectors.update(row, step=n, attempt=2, time_unix_ns=n)
+    assert [False] == [detectors.holds(finding) for finding in findings]
+
+
+@pytest.mark.parametrize("reward", [None, 0.95, 0.2])
+def test_completions_that_are_short_again_repeat_no_more(reward: float | None):
+    detectors, findings = PostTrainingDetectors("grpo"), list[Finding]()
+    best = best_at_full_length()
+    if reward is None:
+        best = [{k: v for k, v in row.items() if k != "reward"} for row in best]
+    short = [best[-1] | {"completions/clipped_ratio": 0.0} for _ in range(60)]
+    if reward is not None:
+        short = [row | {"reward": noisy(reward, n)} for n, row in enumerate(short)]
+    for n, row in enumerate(best + short):
+        findings += detectors.update(row, step=n, attempt=1, time_unix_ns=n)
+        if n == len(best) - 1:
+            assert detectors.holds(findings[0])
+    assert "repetition" == findings[0].cause
+    assert not detectors.holds(findings[0])
+
+
 def test_hard_prompts_one_per_step_are_no_constant_reward():
     """With one group in a step, its rewards are often all 0."""
     for seed in range(8):

@@ -98,6 +98,10 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
             return self._end_condition()
         if self._num_before is None:
             self._num_before = self._reward.num
+        config, mean, lowest = self._config, self._cut.mean, self._cut.lowest
+        is_cut = mean is not None and mean >= config.cut_share
+        if mean is not None and not is_cut:
+            self._repeats.begins(False)
         fell = f"its entropy fell from {highest:.3g} to {level:.3g}, and "
         has_failed = self._has_failed()
         if has_failed:
@@ -108,9 +112,7 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
                 "learning rate, or raise beta"
             )
             return self._begin_condition(merged, reason, value=level, limit=limit)
-        mean, lowest = self._cut.mean, self._cut.lowest
-        config = self._config
-        if mean is not None and mean >= config.cut_share and mean - lowest >= config.cut_rise:
+        if mean is not None and is_cut and mean - lowest >= config.cut_rise:
             if has_failed is not None:
                 self._episode.begins(False)
             if self._episode.on or not self._repeats.begins(True):
@@ -126,10 +128,7 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
                 merged.step, reason, value=level, limit=limit, cause="repetition",
                 onset_step=self._onset(merged.step),
             )  # fmt: skip
-        if has_failed is None:
-            return ()  # unknown is not healthy
-        self._repeats.begins(False)
-        return self._end_condition()
+        return () if has_failed is None else self._end_condition()  # unknown is not healthy
 
     def _has_failed(self) -> bool | None:
         """Return whether the reward shows that the policy failed; None if that is unknown."""
@@ -222,9 +221,10 @@ class DeadRewardWatcher(PostTrainingWatcher):
         )
 
     def _restarted(self, merged: MergedStep) -> None:
-        """Wait for a constant reward of the new attempt or process."""
+        """Wait for a constant reward again if its first step is discarded."""
         super()._restarted(merged)
-        self._forget_constant()
+        if merged.step <= self._constant_since:
+            self._forget_constant()
 
     def rebaseline(self) -> None:
         """Wait for a reward that becomes constant after the announced change."""
