@@ -128,10 +128,10 @@ def _reward(run: TrlRun, seed: int, onset: int) -> Callable[..., list[float]]:
             return [0.0] * len(completions)
         if run.reward == "noise":
             return [numbers.gauss(0.0, 1.0) for _ in completions]
-        words = [text.split() for text in completions]
+        answers = [text.split() for text in completions]
         if run.reward == "first":
-            return [float(each[:1] == ["w3"]) for each in words]
-        return [sum(w in ("w3", "w4", "w5") for w in each) / max(len(each), 1) for each in words]
+            return [float(each[:1] == ["w3"]) for each in answers]
+        return [sum(w in ("w3", "w4", "w5") for w in each) / max(len(each), 1) for each in answers]
 
     return reward
 

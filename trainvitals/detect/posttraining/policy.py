@@ -143,8 +143,9 @@ class DeadRewardWatcher(PostTrainingWatcher):
 
     At least 90% of the groups are so, over 20 values, and the reward was lost; over 3 values if it
     was lost within as many. A solved task has equal rewards too, and is not reported. A reward that
-    suddenly is the same number in all groups, below its best level, is reported after 8 values. A
-    run that never had a gradient, whatever its reward, is reported after 100 values.
+    suddenly is the same number in all groups, below its best level, is reported after 8 values. For
+    this, each of up to 20 values before must have had a gradient: with few groups per step, steps
+    without one are chance. A run that never had a gradient is reported after 100 values.
     """
 
     name = "dead_reward"
@@ -162,7 +163,7 @@ class DeadRewardWatcher(PostTrainingWatcher):
         self._num_constant = 0
         """Steps in a row with this reward."""
         self._is_constant = False
-        """Whether the reward became constant at once, below its best."""
+        """Whether the reward became constant within one step, below its best."""
         self._share = ShareCourse(self._config.dead_values)
         self._reward = RewardCourse(self._config)
 
