@@ -433,6 +433,14 @@ ALERTS: tuple[AlertSpec, ...] = (
         "continue from the checkpoint with the best held-out reward.",
     ),
     AlertSpec(
+        name="RewardJumped",
+        severity="notify",
+        point=True,
+        help="The reward rose within one step, as no update of the policy makes it rise.",
+        to_do="Check whether the reward function, its scale or the prompts changed. Announce "
+        "intended changes with `monitor.expect`; read the completions with the highest rewards.",
+    ),
+    AlertSpec(
         name="PolicyUpdateTooLarge",
         severity="notify",
         point=True,

@@ -110,6 +110,19 @@ def reward_hacking() -> list[Panel]:
     ]  # fmt: skip
 
 
+def reward_jump() -> list[Panel]:
+    """The reward function is exchanged; a task that is learned fast."""
+    lines = {"reward": "reward"}
+    jumps = _noisy(14, lambda n: _rise(0.1, 0.6)(n) + (0.5 if n >= 70 else 0.0))
+    fast = _noisy(15, _rise(0.1, 0.9, 12, 60))
+    return [
+        logged("another reward from step 70 on", _rows(reward=jumps), "reward_jump", lines=lines,
+               y_label="reward"),
+        logged("silent: learned within 12 steps", _rows(reward=fast), lines=lines,
+               y_label="reward"),
+    ]  # fmt: skip
+
+
 def policy_ratio() -> list[Panel]:
     """Most tokens are clipped; some are, as usual."""
     lines = {"share of clipped tokens": "clip_ratio/region_mean"}
@@ -277,6 +290,13 @@ ENTRIES = (
         needs="the reward, and evaluations of a held-out one, such as "
         "`monitor.evaluate(reward=...)`.",
         examples=reward_hacking,
+    ),
+    Entry(
+        name="reward_jump",
+        title="Reward that jumps",
+        owner=policy.RewardJumpWatcher,
+        needs="the reward.",
+        examples=reward_jump,
     ),
     Entry(
         name="policy_ratio",

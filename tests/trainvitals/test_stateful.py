@@ -206,13 +206,14 @@ OF_SCALARS = {
     "truncation": "place episode beyond_since cut reward",
     "reward_hacking": "place episode beyond_since reward held_out first best num_below num_since "
     "reward_at_best milestones",
+    "reward_jump": "place episode beyond_since values steps",
     "policy_ratio": "place episode beyond_since clipped ratio",
     "sampler_gap": "place episode beyond_since gap",
     "preference": "place episode beyond_since chosen rejected rewards accuracies first first_at "
     "early first_step num_pairs is_start_judged is_leaked",
     "overconfidence": "place episode beyond_since margins accuracies accuracy loss num_worse",
-    "memorized": "place episode beyond_since recent evaluated best best_step drops last_epoch "
-    "start start_at is_start_judged is_known",
+    "memorized": "place episode beyond_since recent evaluated best best_step before ahead_of drops "
+    "last_epoch start start_at is_start_judged is_known",
     "forgetting": "place episode beyond_since recent first first_step num is_judged",
     "labels": "place episode beyond_since reported",
     "adapter": "place episode beyond_since reported",

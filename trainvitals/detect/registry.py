@@ -126,6 +126,7 @@ _KINDS = (
     Kind(name="kl_runaway", alert="PolicyDiverged"),
     Kind(name="truncation", alert="CompletionsCut"),
     Kind(name="reward_hacking", alert="RewardHacked"),
+    Kind(name="reward_jump", alert="RewardJumped"),
     Kind(name="policy_ratio", alert="PolicyUpdateTooLarge", causes=("clip_saturated",)),
     Kind(name="sampler_gap", alert="SamplerDiffers"),
     Kind(
@@ -294,6 +295,7 @@ _DETECTORS = (
     _detector("collector", "kl_runaway"),
     _detector("collector", "truncation"),
     _detector("collector", "reward_hacking"),
+    _detector("collector", "reward_jump"),
     _detector("collector", "policy_ratio"),
     _detector("collector", "sampler_gap"),
     _detector("collector", "preference"),

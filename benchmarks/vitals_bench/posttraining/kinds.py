@@ -85,7 +85,7 @@ FAULTS: Mapping[str, Kind] = {
         Sampled(
             rewards=switched(_SOLVED, plus(_SOLVED, repeats, 4.0), ONSET), held_out=_SOLVED
         ),
-        "reward_hacking", *_LOST, "truncation", onset=ONSET, steps=220,
+        "reward_hacking", "reward_jump", *_LOST, "truncation", onset=ONSET, steps=220,
     ),
     "repeats one token": _sampled(
         Sampled(rewards=repeats, beta=0.0, end_bias=1.0), "policy_collapse", "truncation"

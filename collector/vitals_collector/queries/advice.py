@@ -63,6 +63,7 @@ _ADVICE = {
     "truncation": "Check the end-of-sequence token of the chat template, and the length limit. "
     f"{_READ}",
     "reward_hacking": f"{_GO_BACK} Fix the flaw of the reward. {_READ}",
+    "reward_jump": f"Announce an intended change: `monitor.expect(\"new reward\")`. {_READ}",
     "policy_ratio": "Lower the learning rate, or the number of updates per batch of samples.",
     "clip_saturated": "Lower the learning rate, or the number of updates per batch of samples.",
     "sampler_gap": "Compare the log-probabilities of one prompt in trainer and sampler.",

@@ -178,7 +178,7 @@ def test_the_wait_for_a_core_is_counted_as_the_kernel_does() -> None:
             sections.start_step(time.monotonic_ns())
             loss = model(torch.ones(1, 2)).sum()
             begin = ns_in_queue()
-            loss.backward()  # its end is a wait for other ranks, which may be long on a busy machine
+            loss.backward()  # its end counts as a wait for ranks
             backward = ns_in_queue() - begin
             begin = ns_in_queue()
             while ns_in_queue() < begin + 50_000_000:

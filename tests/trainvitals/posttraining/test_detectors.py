@@ -473,9 +473,23 @@ def parser_breaks(num_broken: int) -> list[dict[str, float]]:
     return rows
 
 
-def test_a_reward_that_is_lost_at_once_is_reported_after_three_values():
-    assert [(62, "dead_reward")] == causes(judged(parser_breaks(40)))
-    assert [] == causes(judged(parser_breaks(2)))
+def test_a_reward_that_is_lost_at_once_is_reported_after_two_values():
+    assert [(61, "dead_reward")] == causes(judged(parser_breaks(40)))
+    assert [] == causes(judged(parser_breaks(1)))
+
+
+def test_single_batches_that_are_as_hard_need_three_values():
+    rows = parser_breaks(40)
+    for row in rows[45:59:6]:
+        row |= {"reward": 0.0, "frac_reward_zero_std": 1.0}
+    assert [(62, "dead_reward")] == causes(judged(rows))
+
+
+def test_an_abrupt_loss_of_the_reward_of_a_policy_without_entropy_is_reported_after_two_values():
+    rows = [row | {"entropy": 2.0 * 0.1 ** (n / 80)} for n, row in enumerate(parser_breaks(0))]
+    for n, row in enumerate(rows[80:]):
+        row |= {"reward": noisy(0.3, n), "entropy": 0.15 if n else 0.25}
+    assert [(81, "policy_collapse")] == causes(judged(rows))
 
 
 def test_a_noisy_reward_is_not_lost_at_once():
@@ -660,6 +674,52 @@ def test_a_kl_that_torchtunes_ppo_sums_over_the_tokens_is_judged_as_a_sum():
     assert [] == causes(judged(rows, task="ppo"))
     rows = [row | {"kl": 10.0 * row["kl"]} for row in rows]
     assert ["kl_runaway"] == [cause for _, cause in causes(judged(rows, task="ppo"))]
+
+
+def test_a_sampler_that_differs_is_reported_after_two_values():
+    gaps = [0.01] * 20 + [0.3] + [0.01] * 20 + [0.12, 0.3] + [0.01] * 20
+    rows = [{"sampling/sampling_logp_difference/mean": gap} for gap in gaps]
+    assert [(42, "sampler_gap")] == causes(judged(rows))
+
+
+def jumps(rise: float, *, num: int = 1, sigma: float = 0.02) -> list[dict[str, float]]:
+    """A task that is learned, and a reward that rises at step 60 within some values."""
+    return [
+        {"reward": 0.1 + 0.4 * min(n / 60, 1.0) + rise * min(max(n - 59, 0) / num, 1.0) + noise}
+        for n, noise in enumerate(gauss(5, 120, sigma))
+    ]
+
+
+def test_a_reward_that_jumps_within_one_step_is_reported_with_its_step():
+    (finding,) = judged(jumps(0.5))
+    assert (64, 60, "reward_jump") == (finding.step, finding.onset_step, finding.cause)
+    assert "jumped from 0.488" in finding.reason
+    both = [*jumps(0.5), *({"reward": row["reward"] + 0.9} for row in jumps(0.0)[60:])]
+    assert [(64, "reward_jump"), (124, "reward_jump")] == causes(judged(both))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        jumps(0.5, num=4),  # learned in four steps
+        jumps(0.1),  # a quarter of its range
+        jumps(0.5, sigma=0.1),
+        jumps(-0.5),
+        jumps(0.5)[50:],  # too few values before
+        [{"reward": (n >= 40) * 0.25 + (n % 20 == 0) * 0.0625} for n in range(100)],
+    ],
+)
+def test_a_reward_that_does_not_jump_is_silent(rows: Rows):
+    assert [] == causes(judged(rows))
+
+
+def test_a_reward_that_jumps_at_an_announced_change_or_a_restart_is_silent():
+    assert [] == causes(judged(jumps(0.5), changes=[60]))
+    detectors, findings = PostTrainingDetectors("grpo"), list[Finding]()
+    for number, values in enumerate(jumps(0.5)):
+        attempt = 1 + (number >= 60)
+        findings += detectors.update(values, step=number, attempt=attempt, time_unix_ns=number)
+    assert [] == findings
 
 
 def test_a_single_outlier_is_silent():
@@ -873,7 +933,7 @@ def test_a_collapse_began_when_the_entropy_was_low_and_is_certain_later():
     rows += [{"entropy": 0.01, "reward": 0.1} for _ in range(30)]
     onset, step = onset_of(judged(rows), "policy_collapse")
     # The entropy is low from step 52, as a median of five values; the reward rises until 54.
-    assert (54, 72) == (onset, step)
+    assert (54, 71) == (onset, step)
 
 
 def test_what_was_healthy_while_the_reward_rose_is_not_its_onset():

@@ -46,15 +46,40 @@ def tuned(
 
 
 def test_a_training_loss_near_0_while_the_evaluation_rises():
-    rows = tuned(0.02, (1.5, 1.2, 1.6, 2.0))
+    rows = tuned(0.3, (1.5, 0.7, 0.8, 0.9))
     assert [(74, "memorized")] == judged(rows)
+
+
+def test_a_training_loss_that_leaves_the_evaluation_behind_is_reported_before_that_rises():
+    assert [(49, "memorized")] == judged(tuned(0.02, (1.5, 1.2, 1.6, 2.0)))
+    assert [(49, "memorized")] == judged(tuned(0.02, (1.5, 1.2, 1.19, 1.18)))
+    # Between evaluations it is reported only if the one before was already left behind.
+    levels, evaluated = [2.0, 1.4, 0.4, 0.3], [2.0, 1.95, 1.9, 1.85]
+    rows = by_epochs(levels, evaluated)
+    assert [(45, "memorized")] == judged([row | {"epoch": 0.5} for row in rows])
+    proportional = by_epochs(levels, [2.0, 1.5, 0.6, 0.5])
+    assert [] == judged([row | {"epoch": 0.5} for row in proportional])
+
+
+def test_it_holds_until_the_evaluation_improves():
+    def ends(evaluated: float) -> bool:
+        rows = by_epochs([2.0, 1.4, 0.4, 0.4, 0.4], [2.0, 1.95, 1.9, evaluated, evaluated])
+        detectors, findings = PostTrainingDetectors("sft"), list[Finding]()
+        for step, values in enumerate(rows):
+            values |= {"epoch": 0.5}
+            findings += detectors.update(values, step=step, attempt=1, time_unix_ns=step)
+        (finding,) = findings
+        return not detectors.holds(finding)
+
+    assert not ends(1.9)
+    assert ends(1.2)
 
 
 @pytest.mark.parametrize(
     ("last", "evaluated"),
     [
         (0.02, (1.5, 0.2, 0.05, 0.1)),  # an easy task
-        (0.02, (1.5, 1.2, 1.19, 1.18)),  # the evaluation is at its best
+        (0.6, (1.5, 1.2, 1.19, 1.18)),  # the evaluation is at its best
         (0.8, (1.5, 1.2, 1.3, 1.4)),  # some overfitting, as in most runs
         (0.02, ()),  # nothing shows that it is not an easy task
     ],
@@ -102,6 +127,12 @@ def test_a_loss_that_falls_only_at_the_start_of_an_epoch_while_the_evaluation_ri
     assert [(44, "epochs_repeated")] == judged(numbered)
 
 
+def test_a_single_drop_that_only_memory_explains():
+    assert [(39, "epochs_repeated")] == judged(by_epochs((2.0, 1.0, 0.9), (1.9, 1.95, 2.4)))
+    assert [] == judged(by_epochs((2.0, 1.0, 0.9), (1.9, 1.7, 1.5)))
+    assert [] == judged(by_epochs((2.0, 1.3, 1.2), (1.9, 1.95, 1.9)))
+
+
 @pytest.mark.parametrize(
     ("levels", "evaluated"),
     [
@@ -134,7 +165,9 @@ def test_a_loss_near_0_from_the_start():
 
 def test_first_updates_that_destroy_the_base_model():
     destroyed = losses(1.5, 4.0, *[6.0 - 0.03 * n for n in range(60)])
-    assert [(10, "forgetting")] == judged(destroyed)
+    assert [(6, "forgetting")] == judged(destroyed)
+    assert [(10, "forgetting")] == judged(losses(1.5, *[4.0] * 60))
+    assert [] == judged(losses(1.5, *[6.0] * 4, *[1.5] * 60))
     assert [] == judged(destroyed, first=500)
     assert [] == judged(destroyed, change=5)
     assert [] == judged(losses(1.5, 4.0, 6.0, *[2.4] * 60))

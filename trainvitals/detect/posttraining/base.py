@@ -6,7 +6,7 @@ detector abstains while its quantities are missing, and counts values, not steps
 
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice, pairwise
 from typing import ClassVar, Literal
 
@@ -57,17 +57,26 @@ _SKEW = 1.1
 _SHORT = 5
 """Values in the level of a quantity that falls fast."""
 _SUDDEN = 3
-"""Consecutive values that show a sudden loss."""
+"""Consecutive values that show a sudden loss or rise."""
 _SUDDEN_SIGMAS = 4.0
 """Smallest loss of each of these, in standard deviations of a value."""
+_ABRUPT = 2
+"""Consecutive values that show a larger one."""
+_ABRUPT_SIGMAS = 6.0
+_TIMES_CHANGES = 2.0
+"""Smallest such loss, compared with the largest change before: single batches may be harder."""
 _LOW_VALUES = 8
 """Rewards of a policy with little entropy that show whether it gained."""
+_LOW_FOR_LONG = 12
+"""Such rewards from which a rise that noise explains is likely noise."""
 _FEW = 30
 """Rewards before: if the entropy was lost in as many, a success is larger than the noise."""
 _GAINED = 2.5
 """Standard errors of a rise of the reward that may be a gain."""
 _RISES = 1.0
 """Student's t of the reward's trend from which a slow gain is likely."""
+_RISES_FOR_LONG = 2.0
+"""The same after a longer time with little entropy: what is deterministic gains nothing more."""
 _MAX_MILESTONES = 16
 _NUM_OF_TREND = 6
 """Numbers in the state of a trend."""
@@ -116,6 +125,11 @@ class ValueCourse(Stateful):
     def __init__(self, num: int) -> None:
         self._recent: deque[float] = deque(maxlen=num)
         self._milestones = Milestones()
+
+    def level_of_latest(self, num: int) -> float:
+        """Return the median of the latest values of a scalar, for a sudden change."""
+        latest = sorted(islice(reversed(self._recent), num))
+        return latest[(len(latest) - 1) >> 1]
 
     def restart(self) -> None:
         """Discard the recent values: another process continues."""
@@ -219,10 +233,8 @@ class RewardCourse(ValueCourse):
 
     @property
     def noise(self) -> float:
-        """Return the reward's standard deviation, from its changes; the largest are left out."""
-        changes = sorted(abs(b - a) for a, b in pairwise(self._values))
-        del changes[len(changes) - int(_OUTLIERS * len(changes)) :]
-        return _TO_SIGMA * sum(changes) / len(changes) if changes else 0.0
+        """Return the reward's standard deviation, from its changes."""
+        return deviation(self._values)
 
     @property
     def is_far_below_best(self) -> bool:
@@ -252,16 +264,19 @@ class RewardCourse(ValueCourse):
         return self._course()[0]
 
     @property
-    def is_sudden(self) -> bool:
-        """Return whether the reward was lost within a few values: its level is then too late."""
+    def num_lost(self) -> int:
+        """Return within how many values the reward was lost: its level is then too late.
+
+        It is 0 if the level shows the loss, or if there is none.
+        """
         return self._course()[1]
 
-    def _course(self) -> tuple[Outcome, bool]:
-        """Return the reward's outcome, and whether the latest values show a sudden loss."""
+    def _course(self) -> tuple[Outcome, int]:
+        """Return the reward's outcome, and the number of latest values of a sudden loss."""
         level, best, config = self.level, self.best, self._config
         num_values = min(3 * config.window, _MAX_VALUES)
         if level is None or best is None or len(self._values) < num_values:
-            return "unknown", False
+            return "unknown", 0
         first, fast = self.first, self.noise
         drift = drift_variance(self._values, fast)
         noise = config.gain_sigmas * self._sigma(fast, drift)
@@ -272,28 +287,41 @@ class RewardCourse(ValueCourse):
         is_solved = level >= solved
         if gain > counts or trend.t(drift) >= _CERTAIN:
             loss = config.at_best * gain
-            # A drift takes more than a few values: those right before were higher by as much.
-            sudden_noise = _SUDDEN_SIGMAS * self._sigma(fast, 0.0)
-            before = list(self._recent)[-_SUDDEN - _SHORT : -_SUDDEN]
-            highest = min(best - max(loss, sudden_noise), upper_median(before) - sudden_noise)
-            is_sudden = max(self._latest) < min(highest, solved)
+            sigma = self._sigma(fast, 0.0)
+            num_lost = self._num_lost(best, solved, loss, sigma)
             is_best = is_solved or level >= best - max(loss, noise)
-            return "at_best" if is_best and not is_sudden else "fell", is_sudden
+            return "at_best" if is_best and not num_lost else "fell", num_lost
         if is_solved:
-            return "unknown", False
+            return "unknown", 0
         if level < min(first, best if self._start is None else self._start) - counts:
-            return "fell", False
+            return "fell", 0
         gain_ahead = max(config.gain_sigmas * fast, least)
         # A reward that is rarely lower has no noise upward: its first level is also its highest.
         never_rose = self._start is not None and trend.highest <= self._start
         is_slow = never_rose or _AHEAD * trend.upper_slope(drift) <= gain_ahead
         is_flat = trend.num >= config.never_values and is_slow and not trend.is_cut_off
-        return "flat" if is_flat else "unknown", False
+        return "flat" if is_flat else "unknown", 0
 
-    @property
-    def _latest(self) -> list[float]:
-        """Return the latest rewards, which show a sudden loss."""
-        return list(self._recent)[-_SUDDEN:]
+    def _num_lost(self, best: float, solved: float, loss: float, sigma: float) -> int:
+        """Return the number of latest rewards that show a sudden loss; 0 if there is none.
+
+        Args:
+            best: highest level.
+            solved: level from which a reward is not lost.
+            loss: smallest loss that counts, apart from noise.
+            sigma: standard deviation of a value.
+        """
+        values = list(self._values)
+        largest = max(abs(b - a) for a, b in pairwise(values[:-_ABRUPT]))
+        for num, noise in (
+            (_ABRUPT, max(_ABRUPT_SIGMAS * sigma, _TIMES_CHANGES * largest)),
+            (_SUDDEN, _SUDDEN_SIGMAS * sigma),
+        ):
+            # A drift takes more than a few values: those right before were higher by as much.
+            before = upper_median(values[-num - _SHORT : -num])
+            if max(values[-num:]) < min(best - max(loss, noise), before - noise, solved):
+                return num
+        return 0
 
     @property
     def _is_at_bound(self) -> bool:
@@ -314,9 +342,10 @@ class RewardCourse(ValueCourse):
         """
         values, noise = list(self._values), self.noise
         is_early = _SHORT <= num_before <= _FEW and self.num == len(values)
-        if not is_early or len(values) < num_before + _LOW_VALUES or self._is_at_bound:
+        num_low = len(values) - num_before
+        if not is_early or num_low < _LOW_VALUES or self._is_at_bound:
             return False
-        if self._trend.t(0.0) >= _RISES:
+        if self._trend.t(0.0) >= (_RISES if num_low < _LOW_FOR_LONG else _RISES_FOR_LONG):
             return False
         return not any(
             _has_gained(values[:num], values[num:], noise) for num in range(_FIRST, num_before + 1)
@@ -325,10 +354,10 @@ class RewardCourse(ValueCourse):
     def describe(self) -> str:
         """Describe the course of the reward for a finding: now, at first or at its best."""
         level, best = self.level or 0.0, self.best or 0.0
-        outcome, is_sudden = self._course()
+        outcome, num_lost = self._course()
         if outcome != "fell":
             return f"the reward is {level:.3g}, and its first values were {self.first:.3g}"
-        level = upper_median(self._latest) if is_sudden else level
+        level = self.level_of_latest(num_lost) if num_lost else level
         return f"the reward is {level:.3g}, and was {best:.3g} at its best"
 
 
@@ -350,6 +379,13 @@ def _has_gained(before: Sequence[float], after: Sequence[float], noise: float) -
     sigma = min(math.sqrt(square / (len(before) + len(after) - 2)), noise)
     error = sigma * math.sqrt(1.0 / len(before) + 1.0 / len(after))
     return means[1] - means[0] >= _GAINED * error
+
+
+def deviation(values: Iterable[float]) -> float:
+    """Return the standard deviation of rewards from their changes; the largest are left out."""
+    changes = sorted(abs(b - a) for a, b in pairwise(values))
+    del changes[len(changes) - int(_OUTLIERS * len(changes)) :]
+    return _TO_SIGMA * sum(changes) / len(changes) if changes else 0.0
 
 
 def drift_variance(values: Collection[float], fast: float) -> float:
@@ -506,11 +542,10 @@ class ShareCourse(ValueCourse):
         """Return the recent shares of completions or groups, the latest last."""
         return tuple(self._recent)
 
-    @property
-    def latest(self) -> float | None:
+    def mean_of_latest(self, num: int) -> float | None:
         """Return the mean of the latest shares; it shows a sudden rise, as of cut completions."""
-        recent = list(self._recent)[-_SUDDEN:]
-        return sum(recent) / len(recent) if len(recent) == _SUDDEN else None
+        recent = list(self._recent)[-num:]
+        return sum(recent) / num if len(recent) == num else None
 
 
 class ShortLevel(ValueCourse):
@@ -538,9 +573,9 @@ class ShortLevel(ValueCourse):
         self._recent.clear()
 
     @property
-    def latest(self) -> float:
-        """Return the median of the latest values of entropy or ratio, for a sudden change."""
-        return upper_median(list(self._recent)[-_SUDDEN:])
+    def lowest_of_latest(self) -> float:
+        """Return the lower one of the two latest values: both are beyond a limit that it passes."""
+        return min(list(self._recent)[-_ABRUPT:])
 
     def rebaseline(self) -> None:
         """Keep the highest level: new data do not give a policy more entropy."""

@@ -7,6 +7,7 @@ each of these is reported only together with a reward that did not rise, or that
 import math
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 
 from trainvitals.detect.fleet.base import ConditionEpisode, MergedStep, upper_median
 from trainvitals.detect.posttraining import names
@@ -17,6 +18,7 @@ from trainvitals.detect.posttraining.base import (
     ShareCourse,
     ShortLevel,
     ValueCourse,
+    deviation,
     quantity,
 )
 from trainvitals.detect.posttraining.settings import PostTrainingConfig
@@ -31,6 +33,20 @@ _CONSTANT = 8
 """Values of a reward that is the same for all completions, from which it is not chance."""
 _FEWEST = 5
 """Values before a constant reward that show that it varied."""
+_JUMP = 5
+"""Rewards that show a jump."""
+_CALM = 20
+"""Rewards right before a jump, which are all lower."""
+_JUMP_VALUES = 200
+_JUMP_SIGMAS = 8.0
+_JUMP_TIMES = 3.0
+"""Smallest jump, compared with the largest change before it."""
+_JUMP_PART = 0.25
+"""Smallest jump, as a part of the range of the rewards before it."""
+_IN_ONE_STEP = 0.5
+"""Smallest part of the rise that is between two values."""
+_RISEN = 2.0
+"""Smallest rise of the training reward meanwhile, as a median of three, in standard deviations."""
 _FALLING_PART = 0.05
 """Smallest loss of a held-out reward that falls while the training reward rises, as a part of its
 gain."""
@@ -91,7 +107,8 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
         if level is None or highest is None or highest <= 0.0:
             return ()
         limit = self._config.entropy_part * highest
-        level = self._entropy.latest if self._reward.is_sudden else level
+        num_lost = self._reward.num_lost
+        level = self._entropy.level_of_latest(num_lost) if num_lost else level
         self._note_beyond(level <= limit)
         if level > limit:
             self._repeats.begins(False)
@@ -180,8 +197,10 @@ class DeadRewardWatcher(PostTrainingWatcher):
         before = self._share.recent
         self._share.add(share, merged.step)
         self._note_constant(merged.step, reward, share, before)
-        is_sudden, config = self._reward.is_sudden or self._is_constant, self._config
-        mean = self._share.latest if is_sudden else self._share.mean
+        config, num_lost = self._config, self._reward.num_lost
+        mean = self._share.mean_of_latest(num_lost) if num_lost else self._share.mean
+        if self._is_constant:
+            mean = share
         if mean is None or self._reward.level is None:
             return ()
         self._note_beyond(mean >= config.dead_share)
@@ -372,8 +391,8 @@ class TruncationWatcher(PostTrainingWatcher):
         if cut is None:
             return ()
         self._cut.add(cut, merged.step)
-        is_sudden, config = self._reward.is_sudden, self._config
-        mean = self._cut.latest if is_sudden else self._cut.mean
+        num_lost, config = self._reward.num_lost, self._config
+        mean = self._cut.mean_of_latest(num_lost) if num_lost else self._cut.mean
         if mean is None:
             return ()
         self._note_beyond(mean >= config.cut_share)
@@ -487,8 +506,10 @@ class RewardHackingWatcher(PostTrainingWatcher):
 
     def _is_falling(self, best: float, gain: float) -> bool:
         """Return whether the held-out reward falls, by more than noise, as the other rises."""
-        level, before = self._reward.level, self._reward_at_best
-        if level is None or before is None or level <= before + self._reward.noise:
+        before, reward = self._reward_at_best, self._reward
+        if before is None or reward.level is None:
+            return False
+        if reward.level_of_latest(_LEVEL) <= before + _RISEN * reward.noise:
             return False
         *_, third, second, last = self._held_out
         loss = max(_FALLING_PART * gain, self._reach(self._num_since))
@@ -510,3 +531,66 @@ class RewardHackingWatcher(PostTrainingWatcher):
             return math.inf
         num = min(len(values), num, _DRIFT_EVALUATIONS)
         return 2.0 * upper_median(bends) * math.sqrt(num)
+
+
+class RewardJumpWatcher(PostTrainingWatcher):
+    """Reports a reward that rises within one step, as no update of a policy makes it rise.
+
+    Five values are above the 20 before them, by eight standard deviations, three times the largest
+    change before and a quarter of the earlier range, and half of that rise is in one step. While
+    the reward mostly does not change, the detector abstains.
+    """
+
+    name = "reward_jump"
+    STATE = ("_values", "_steps")
+
+    def __init__(self, config: PostTrainingConfig | None = None) -> None:
+        super().__init__(config)
+        self._values: deque[float] = deque(maxlen=_JUMP_VALUES)
+        self._steps: deque[int] = deque(maxlen=_JUMP)
+
+    def _restarted(self, merged: MergedStep) -> None:
+        """Compare no rewards with those of another attempt or process of the policy."""
+        super()._restarted(merged)
+        self._values.clear()
+
+    def rebaseline(self) -> None:
+        """Compare no rewards with those from before the announced change."""
+        super().rebaseline()
+        self._values.clear()
+
+    def _judge(self, merged: MergedStep) -> tuple[Finding, ...]:
+        """Judge whether the reward jumped five logged values before."""
+        reward = quantity(merged, names.REWARD)
+        if reward is None:
+            return ()
+        self._values.append(reward)
+        self._steps.append(merged.step)
+        values = list(self._values)
+        before, after = values[:-_JUMP], values[-_JUMP:]
+        if len(before) < _CALM:
+            return ()
+        first, level = upper_median(before[-_JUMP:]), upper_median(after)
+        changes = [abs(b - a) for a, b in pairwise(before)]
+        if upper_median(changes) == 0.0:
+            return ()  # the first successes at a hard task rise from a constant reward too
+        least = max(
+            _JUMP_SIGMAS * deviation(before),
+            _JUMP_TIMES * max(changes),
+            _JUMP_PART * (max(before) - min(before)),
+        )
+        rise = level - first
+        is_sudden = after[0] - before[-1] >= _IN_ONE_STEP * rise
+        if rise <= 0.0 or rise < least or min(after) <= max(before[-_CALM:]) or not is_sudden:
+            return ()
+        for _ in before:
+            self._values.popleft()
+        reason = (
+            f"the reward jumped from {first:.3g} to {level:.3g} within one step, which no update "
+            "of the policy explains. Likely causes: another reward function or scale, other or "
+            "repeated prompts, or a change of the sampler. If it was intended, announce it with "
+            '`monitor.expect("new reward")`; if not, read the completions with the highest rewards'
+        )
+        return self._report(
+            merged.step, reason, value=level, limit=first + least, onset_step=self._steps[0]
+        )

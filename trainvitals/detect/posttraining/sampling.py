@@ -72,7 +72,8 @@ class PolicyRatioWatcher(PostTrainingWatcher):
 class SamplerGapWatcher(PostTrainingWatcher):
     """Reports a sampler whose log-probabilities differ from the trainer's.
 
-    The mean absolute difference per token is at least 0.1. Without it the detector abstains.
+    The mean absolute difference per token is at least 0.1, as a median of five values or twice in a
+    row. Without it the detector abstains.
     """
 
     name = "sampler_gap"
@@ -93,6 +94,7 @@ class SamplerGapWatcher(PostTrainingWatcher):
         if level is None:
             return ()
         limit = self._config.sampler_gap
+        level = max(level, self._gap.lowest_of_latest)
         if level < limit:
             return self._end_condition()
         reason = (

@@ -11,6 +11,7 @@ from trainvitals.detect.posttraining.policy import (
     KlRunawayWatcher,
     PolicyCollapseWatcher,
     RewardHackingWatcher,
+    RewardJumpWatcher,
     TruncationWatcher,
 )
 from trainvitals.detect.posttraining.preference import OverconfidenceWatcher, PreferenceWatcher
@@ -30,6 +31,7 @@ WATCHERS: tuple[type[PostTrainingWatcher], ...] = (
     KlRunawayWatcher,
     TruncationWatcher,
     RewardHackingWatcher,
+    RewardJumpWatcher,
     PolicyRatioWatcher,
     SamplerGapWatcher,
     PreferenceWatcher,

@@ -3,6 +3,7 @@
 A low training loss is also that of an easy task, so it is reported only if an evaluation disagrees.
 """
 
+import math
 from collections import deque
 from itertools import pairwise
 
@@ -20,6 +21,16 @@ _NUM_DROPS = 2
 """Consecutive epochs whose start must show a drop."""
 _SIGMAS = 2.0
 """Smallest drop in standard deviations of a loss: 2.5 of the difference of two medians of five."""
+_NUM_BEFORE = 2
+"""Evaluations with which a training loss far ahead is compared."""
+_HALVED = 0.5
+"""Largest part of its level at the first one to which it fell."""
+_FALLEN = 0.75
+"""The same between both: of a smaller fall the evaluation shows nothing."""
+_SLOW = 1.0 / 3.0
+"""Largest fall of the logarithm of the evaluation loss meanwhile, as a part of its own."""
+_SHARP = 0.6
+"""Part of the loss after the start of an epoch that only rows from memory explain."""
 _START = 5
 """Losses that show the level at the start."""
 _RISE_SIGMAS = 4.0
@@ -69,6 +80,10 @@ class EpochDrops(Stateful):
             if len(self._first) == _PART and self._end:
                 self._compare(least)
 
+    def pairs(self) -> list[tuple[float, float]]:
+        """Return the training loss before and after each of the latest drops."""
+        return list(zip(self.drops[::2], self.drops[1::2], strict=True))
+
     def _close(self, *, is_next: bool) -> None:
         """Note how an epoch of the fine-tuning ended; a short one shows nothing."""
         self._end.clear()
@@ -98,14 +113,17 @@ class MemorizedWatcher(PostTrainingWatcher):
 
     The evaluation loss is 5% above its best (at least 0.05 nats). And the training loss is at most
     0.4 of it while the evaluation is at least 0.5, or it falls in a step at the start of each epoch
-    and not in between. Without evaluations only a training loss of at most 0.05 from the first step
-    on is reported: such a run has nothing to learn.
+    and not in between. Two signs are reported before that rise: a training loss at most 0.4 of the
+    evaluation that was halved since the evaluation before it, three times as fast as they fell; and
+    a drop by 40% at the start of an epoch, while the evaluation is not at its best. Without
+    evaluations only a training loss of at most 0.05 from the first step on is reported: such a run
+    has nothing to learn.
     """
 
     name = "memorized"
-    STATE = ("_recent", "_evaluated", "_best", "_best_step", "_drops", "_last_epoch", "_start",
-             "_start_at", "_is_start_judged", "_is_known")  # fmt: skip
-    MAY_LACK = True  # states of older versions lack ``_is_known``
+    STATE = ("_recent", "_evaluated", "_best", "_best_step", "_before", "_ahead_of", "_drops",
+             "_last_epoch", "_start", "_start_at", "_is_start_judged", "_is_known")  # fmt: skip
+    MAY_LACK = True  # states of older versions lack ``_is_known`` or ``_before``
 
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
         super().__init__(config)
@@ -114,6 +132,10 @@ class MemorizedWatcher(PostTrainingWatcher):
         """The latest evaluation loss, and the best one."""
         self._best: float | None = None
         self._best_step = 0
+        self._before: list[list[float]] = []
+        """The latest evaluation losses, each with the level of the training loss at its step."""
+        self._ahead_of: float | None = None
+        """Evaluation loss that the training loss was reported to leave behind."""
         self._drops = EpochDrops()
         self._last_epoch = 0.0
         self._start: list[float] = []
@@ -136,6 +158,8 @@ class MemorizedWatcher(PostTrainingWatcher):
         """Drop the losses of another attempt or process of the fine-tuning."""
         super()._restarted(merged)
         self._recent.clear()
+        self._before.clear()
+        self._ahead_of = None
         self._drops.clear()
         if merged.step <= self._best_step:
             self._evaluated = self._best = None
@@ -146,6 +170,8 @@ class MemorizedWatcher(PostTrainingWatcher):
         """Compare with the evaluations after the announced change of the fine-tuning data."""
         super().rebaseline()
         self._recent.clear()
+        self._before.clear()
+        self._ahead_of = None
         self._drops.clear()
         self._evaluated = self._best = None
         self._is_known = False
@@ -162,6 +188,8 @@ class MemorizedWatcher(PostTrainingWatcher):
         if loss is None:
             return () if evaluated is None else self._overfit(merged)
         self._recent.append(loss)
+        if evaluated is not None and len(self._recent) == self._config.window:
+            self._before = [*self._before[-1:], [evaluated, upper_median(self._recent)]]
         if epoch is not None:
             self._last_epoch = epoch
             self._drops.add(loss, epoch, self._config.epoch_drop)
@@ -207,21 +235,21 @@ class MemorizedWatcher(PostTrainingWatcher):
         self._note_beyond(is_worse)
         if len(self._recent) < config.window:
             return ()
-        level, drops = upper_median(self._recent), self._drops.drops
+        level, drops = upper_median(self._recent), self._drops.pairs()
         # An evaluation that is near 0 itself is that of an easy task.
         is_easy = evaluated < config.easy_loss
         is_far = level <= config.memorized_part * evaluated and not is_easy
-        has_drops = len(drops) >= 2 * _NUM_DROPS
-        if not is_worse or not (is_far or has_drops):
-            return self._end_condition()
+        is_sharp = evaluated > best and any(start <= _SHARP * end for end, start in drops)
+        has_drops = is_sharp or (is_worse and len(drops) >= _NUM_DROPS)
+        if not has_drops and not (is_worse and is_far):
+            return self._ahead(merged, level, evaluated) if is_far else self._end_condition()
         rise = (
             f"the evaluation loss rose from {best:.4g} at step {self._best_step} to {evaluated:.4g}"
         )
         if has_drops:
-            first, second = drops[-4:-2], drops[-2:]
+            falls = ", then ".join(f"from {end:.3g} to {start:.3g}" for end, start in drops)
             reason = (
-                f"each epoch starts with a drop of the training loss (from {first[0]:.3g} to "
-                f"{first[1]:.3g}, then from {second[0]:.3g} to {second[1]:.3g}), and {rise}. The "
+                f"the training loss drops at the start of an epoch ({falls}), and {rise}. The "
                 "model memorizes the rows. Likely causes: too many epochs, rows that occur "
                 "several times, or a learning rate that is too high. Use the checkpoint with the "
                 "best evaluation, and train for fewer epochs or on more rows"
@@ -229,6 +257,49 @@ class MemorizedWatcher(PostTrainingWatcher):
             return self._begin_condition(
                 merged, reason, value=evaluated, limit=best, cause="epochs_repeated"
             )
+        return self._begin_memorized(merged, level, evaluated, f"while {rise}")
+
+    def _ahead(self, merged: MergedStep, level: float, evaluated: float) -> tuple[Finding, ...]:
+        """Report a training loss that falls far faster than the evaluation loss.
+
+        Args:
+            merged: the logged step of SFT.
+            level: level of the training loss, far below the evaluation loss.
+            evaluated: latest evaluation loss.
+        """
+        if self._is_ahead(level):
+            self._ahead_of = evaluated if self._ahead_of is None else self._ahead_of
+            (earlier, level_before), _ = self._before
+            course = (
+                f"and fell from {level_before:.3g} while the evaluation loss went from "
+                f"{earlier:.4g} to {evaluated:.4g}"
+            )
+            return self._begin_memorized(merged, level, evaluated, course)
+        improved = 1.0 - self._config.eval_rise
+        if self._ahead_of is not None and evaluated > improved * self._ahead_of:
+            return ()  # it holds until the evaluation improves
+        self._ahead_of = None
+        return self._end_condition()
+
+    def _is_ahead(self, level: float) -> bool:
+        """Return whether the training loss left the evaluation loss of SFT behind.
+
+        The evaluation may be many steps old: it is assumed to fall on as it fell, compared with the
+        training loss, between the latest two.
+        """
+        if len(self._before) < _NUM_BEFORE or level > _HALVED * self._before[0][1]:
+            return False
+        (first, level_first), (second, level_second) = self._before
+        if not 0.0 < level_second <= _FALLEN * level_first:
+            return False
+        part = max(math.log(first / second) / math.log(level_first / level_second), 0.0)
+        expected = second * min(max(level, 0.0) / level_second, 1.0) ** part
+        return part <= _SLOW and level <= self._config.memorized_part * expected
+
+    def _begin_memorized(
+        self, merged: MergedStep, level: float, evaluated: float, course: str
+    ) -> tuple[Finding, ...]:
+        """Return the finding about memorized rows of SFT if they start."""
         causes = [
             "rows that are memorized: too many epochs, too few or repeated rows",
             "training rows that contain their answer, unlike those of the evaluation",
@@ -236,12 +307,12 @@ class MemorizedWatcher(PostTrainingWatcher):
         if 0.0 < self._last_epoch <= 1.0:
             causes.reverse()  # no row was seen twice
         reason = (
-            f"the training loss is {level:.3g}, {level / evaluated:.0%} of the evaluation, while "
-            f"{rise}. Likely causes: "
+            f"the training loss is {level:.3g}, {level / evaluated:.0%} of the evaluation, "
+            f"{course}. Likely causes: "
             f"{'; or '.join(causes)}. Use the checkpoint with the best evaluation; decode some "
             "training rows, and train for fewer epochs or on more rows"
         )
-        limit = config.memorized_part * evaluated
+        limit = self._config.memorized_part * evaluated
         return self._begin_condition(merged, reason, value=level, limit=limit)
 
 
@@ -249,8 +320,8 @@ class ForgettingWatcher(PostTrainingWatcher):
     """Reports a fine-tuning whose first updates destroy the base model.
 
     Within 100 values the loss rises to twice the first one, by at least 1 nat and by four standard
-    deviations, as a median of ten; or all of ten values are so high, whatever their noise. A run
-    that starts with random weights cannot rise so far.
+    deviations, as a median of ten; or all of ten values are so high, whatever their noise; or five
+    in a row rose by twice as much. A run that starts with random weights cannot rise so far.
     """
 
     name = "forgetting"
@@ -294,13 +365,15 @@ class ForgettingWatcher(PostTrainingWatcher):
             self._is_judged = True
             return ()
         self._recent.append(loss)
-        if len(self._recent) < config.window:
+        rise = max((config.forget_times - 1.0) * self._first, config.forget_rise)
+        least, latest = self._first + rise, list(self._recent)[-_START:]
+        is_certain = len(latest) == _START and min(latest) >= least + rise
+        if len(self._recent) < config.window and not is_certain:
             return ()
         noise = _TO_SIGMA * upper_median([abs(b - a) for a, b in pairwise(self._recent)])
-        least = self._first + max((config.forget_times - 1.0) * self._first, config.forget_rise)
         limit = max(least, self._first + _RISE_SIGMAS * noise)
         level = upper_median(self._recent)
-        if level < limit and min(self._recent) < least:
+        if level < limit and min(self._recent) < least and not is_certain:
             return ()
         self._is_judged = True
         reason = (
