@@ -123,13 +123,16 @@ def test_without_a_clip_a_log_is_judged_as_a_live_loop_without_one(clips: bool) 
     )
 
 
-@pytest.mark.parametrize("kind", ["rl", "adversarial"])
-def test_a_loss_that_is_declared_withholds_nothing_and_its_norm_does(kind: LossKind) -> None:
+@pytest.mark.parametrize(("kind", "high"), [("rl", 9000), ("adversarial", 900)])
+def test_a_loss_that_is_declared_withholds_nothing_and_its_norm_does(
+    kind: LossKind, high: int
+) -> None:
     course = "loss 3..2x100 90x{0} 2x50; grad_norm 1x100 {1}x{0} 1x50"
     config = JudgeConfig(loss_kind=kind)
     assert [] == actions(list(judge_history(log(course.format(6, 1)), config=config)))
     assert 4 == len(actions(list(judge_history(log(course.format(6, 1))))))
-    assert 4 == len(actions(list(judge_history(log(course.format(6, 900)), config=config))))
+    assert 4 == len(actions(list(judge_history(log(course.format(6, high)), config=config))))
+    assert [] == actions(list(judge_history(log(course.format(6, 0.1 * high)), config=config)))
 
 
 @pytest.mark.parametrize("every", [1, 10])

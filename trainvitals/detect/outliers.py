@@ -272,6 +272,9 @@ _SPARSE_SHARE, _SPARSE_RATIO = 0.1, 10.0
 """In reinforcement learning most steps may have next to no gradient, because the rewards of their
 groups are equal. The limit is at least this multiple of the norm that this share of steps exceeds:
 otherwise the few steps with a signal would be the outliers."""
+_RL_TIMES = 10.0
+"""Factor of the limit in reinforcement learning. There the norms are heavy-tailed: a single
+improbable token has a large divergence, and healthy norms reach 300 times the first ones."""
 
 
 class _MetricReference(Stateful):
@@ -284,10 +287,10 @@ class _MetricReference(Stateful):
         name: Literal["loss", "grad_norm"],
         config: OutlierConfig,
         *,
-        is_sparse: bool = False,
+        is_rl: bool = False,
     ) -> None:
         self._is_loss = name == "loss"
-        self._is_sparse = is_sparse
+        self._is_rl = is_rl
         self._config = config
         self.window = RobustWindow(config.window)
         self.first: list[float] = []
@@ -331,8 +334,8 @@ class _MetricReference(Stateful):
             limit = max(
                 config.grad_norm_ratio * median, config.grad_norm_first * self.first_value()
             )
-            if self._is_sparse:
-                limit = max(limit, _SPARSE_RATIO * self.window.upper(_SPARSE_SHARE))
+            if self._is_rl:
+                limit = max(limit, _SPARSE_RATIO * self.window.upper(_SPARSE_SHARE)) * _RL_TIMES
             return min(limit, _LARGEST) if limit > 0.0 else None
         progress = self.first_value() - median
         if progress <= 0.0:
@@ -353,8 +356,7 @@ class OutlierRule(Detector):
         self._config = config or OUTLIER_DEFAULTS
         self._judges_loss = loss_kind == "minimize"
         self._loss = _MetricReference("loss", self._config)
-        is_sparse = loss_kind == "rl"
-        self._grad_norm = _MetricReference("grad_norm", self._config, is_sparse=is_sparse)
+        self._grad_norm = _MetricReference("grad_norm", self._config, is_rl=loss_kind == "rl")
         self._suspended = 0
 
     def update(self, record: StepRecord) -> tuple[Finding, ...]:
