@@ -75,6 +75,9 @@ _TOGETHER = 1.35
 _REMEMBERED = 1.25
 """The sum must exceed the largest one that had no consequence by this factor: a loss that wanders
 by itself collects evidence too."""
+_MOST_EVIDENCE = 2.0
+"""Multiple of ``enough`` at which the sum ends, whatever was remembered: otherwise a run whose
+losses wandered that far could not be reported until it is forgotten."""
 _RECURS_WITHIN = 2000
 """Steps within which recurring outliers are counted."""
 _OF_HIGHER = 0.5
@@ -359,7 +362,7 @@ class SpikeDetector(Detector):
             # A share above twice the sum so far is the start.
             self._onset = record.step
             self._num, self._height = 0, 0.0
-        self._sum = min(max(self._sum + share, 0.0), 2.0 * config.enough or 13.0)
+        self._sum = min(max(self._sum + share, 0.0), _MOST_EVIDENCE * config.enough or 13.0)
         self._peak = max(self._peak, self._sum)
         if self._told or self._far is None or distance > self._far:
             self._highest = max(self._highest, min(distance, _ON_THE_WORD_OF_FEW))
@@ -435,7 +438,8 @@ class SpikeDetector(Detector):
         """Return whether the excess summed over steps is enough to report a burst."""
         if self._told or not self._enough or beyond <= 0.0 or self._num < 2:
             return False
-        if self._sum < max(self._enough, _REMEMBERED * self._wandered):
+        remembered = min(_REMEMBERED * self._wandered, _MOST_EVIDENCE * self._enough)
+        if self._sum < max(self._enough, remembered):
             return False
         height = self._height / self._num
         if self._num == 2 and height < _OF_TWO:
@@ -626,6 +630,8 @@ _SQUARES_KEPT = 0.999
 """Share of the mean square that each step keeps, as in Adam's second moments by default."""
 _SQUARES_KNOWN = 50
 """Steps from which that mean square is known."""
+_LARGEST_SQUARED = 1e150
+"""Larger norms count as this one: their squares would overflow."""
 
 
 class BurstConfig(Settings, frozen=True, kw_only=True):
@@ -713,6 +719,7 @@ class BurstDetector(Detector):
 
     def _add_square(self, record: StepRecord, norm: float) -> tuple[Finding, ...]:
         """Add the norm of an applied step to the mean square, or to the row of huge norms."""
+        norm = min(norm, _LARGEST_SQUARED)
         weight = 1.0 - _SQUARES_KEPT**self._num_squares
         limit = _HUGE * math.sqrt(self._squares / weight) if weight else math.inf
         last, self._last_norm = self._last_norm, norm
