@@ -82,8 +82,74 @@ def test_a_run_whose_norms_always_jump_is_no_burst():
 def test_a_lasting_rise_becomes_the_reference():
     detector = BurstDetector()
     norms = usual(100) + [norm * 20 for norm in usual(300)]
-    assert 1 == len(told(norms, detector=detector))
+    assert [101, 111] == told(norms, detector=detector)  # a message, and a page: nothing clips
     assert [] == told([norm * 20 for norm in usual(100, 5)], detector=detector)
+
+
+def pages(norms, *, clips=False, detector=None):
+    """Return the steps that are worth a page."""
+    detector = detector or BurstDetector()
+    records = [
+        StepRecord(step=step, attempt=1, loss=2.2, grad_norm=norm, clips=clips)
+        for step, norm in enumerate(norms)
+    ]
+    findings = [finding for record in records for finding in detector.update(record)]
+    return [finding.step for finding in findings if finding.severity == "page"]
+
+
+def test_huge_norms_in_a_row_page_once_unless_the_loop_clips():
+    norms = usual(200) + [norm * 30 for norm in usual(20)] + usual(200)
+    assert [211] == pages(norms)
+    assert [] == pages(norms, clips=True)
+
+
+def test_the_page_names_the_first_huge_norm_and_what_it_does_to_adam():
+    detector = BurstDetector()
+    pages(usual(200), detector=detector)
+    found = [
+        finding
+        for step in range(200, 212)
+        for finding in detector.update(StepRecord(step=step, attempt=1, loss=2.2, grad_norm=7.2))
+        if finding.severity == "page"
+    ]
+    assert [(211, 200, 7.2)] == [(f.step, f.onset_step, f.value) for f in found]
+    assert "since step 200" in found[0].reason
+    assert "moments of Adam" in found[0].reason
+
+
+@pytest.mark.parametrize(
+    "rise",
+    [
+        [30.0] * 11,
+        [30.0, 30.0, 1.0] * 10,
+        [8.0] * 30,
+        [1.3**step for step in range(30)],
+    ],
+    ids=["eleven steps", "with pauses", "below ten times", "learning starts"],
+)
+def test_shorter_lower_and_gradual_rises_do_not_page(rise):
+    assert [] == pages(usual(200) + [0.24 * each for each in rise] + usual(50))
+
+
+def test_a_withheld_update_neither_counts_nor_ends_the_row():
+    detector = BurstDetector()
+    pages(usual(200), detector=detector)
+    found = []
+    for step in range(200, 216):
+        record = StepRecord(
+            step=step, attempt=1, loss=2.2, grad_norm=7.2, skipped=step in (203, 204)
+        )
+        found += [f.step for f in detector.update(record) if f.severity == "page"]
+    assert [213] == found
+
+
+def test_a_state_saved_without_the_mean_square_is_restored():
+    detector, restored = BurstDetector(), BurstDetector()
+    told(usual(100), detector=detector)
+    saved = detector.state_dict()
+    del saved["huge"]
+    restored.load_state_dict(saved)
+    assert saved["window"] == restored.state_dict()["window"]
 
 
 def test_its_words_have_the_numbers():

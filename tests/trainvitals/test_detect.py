@@ -591,3 +591,17 @@ def test_an_announced_change_reaches_every_detector_of_the_set() -> None:
 @pytest.mark.parametrize("make", STATEFUL)
 def test_a_detector_says_what_it_forgets(make: Callable[[], Any]) -> None:
     assert "rebaseline" in vars(type(make())), "it leaves it to its base"
+
+
+def test_a_rise_is_told_in_a_run_whose_losses_wandered_far_before():
+    rng = random.Random(16)
+    losses = [0.5 * rng.lognormvariate(0.0, 0.1) for _ in range(150)]
+    losses += [0.5 * rng.lognormvariate(0.0, 0.6) for _ in range(120)]
+    losses += [2.5 * rng.lognormvariate(0.0, 0.3) for _ in range(12)]
+    detector = SpikeDetector("loss")
+    told = [
+        step
+        for step, loss in enumerate(losses)
+        for _ in detector.update(StepRecord(step=step, attempt=1, loss=loss))
+    ]
+    assert [276] == [step for step in told if step >= 200]

@@ -148,6 +148,28 @@ def test_without_a_clip_only_the_first_outlier_of_a_group_proves_damage():
 
 
 @pytest.mark.parametrize(
+    ("kind", "loss", "onset", "is_damage"),
+    [
+        ("outlier", 6.0, 0, True),
+        ("outlier", 9.0, 0, True),
+        ("outlier", 12.0, 0, False),
+        ("reported", 2.1, 0, False),
+        ("outlier", 6.0, -2, False),
+    ],
+    ids=["as bad", "somewhat better", "a hard batch", "its update did it", "not the first step"],
+)
+def test_without_a_clip_half_the_progress_is_enough_if_the_first_bad_step_lost_it_too(
+    kind, loss, onset, is_damage
+):
+    """Earlier batches read 5.0, and read 2.0 before, of first losses of 8.0."""
+    run = Run(probe=reads(5.16 / 2.16), clips=False, onset=onset)
+    run.trend = LossTrend(2.0, 0.1, 8.0)
+    actions = {d.action for d in run.feed(kind, value=loss)}
+    assert is_damage == ("rollback" in actions)
+    assert ["state" if is_damage else "worse"] == [read.verdict for read in run.readings]
+
+
+@pytest.mark.parametrize(
     ("ratio", "recent", "is_damage"),
     [(2.3, 4.6, True), (2.3, 3.6, False), (1.9, 3.8, False)],
 )

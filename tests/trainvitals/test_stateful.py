@@ -159,7 +159,7 @@ IN_CHECKPOINTS = {
         "deviations course suspended clock groups begins rises newest recurring_told "
         "accepted farthest wandered highest computed evidence counts told held"
     ),
-    "grad_norm_burst": "window deviations course bursts clock held sum onset told",
+    "grad_norm_burst": "window deviations course bursts clock held sum onset told huge",
     "loss_level": (
         "losses steps noise seen first best onset low num_told is_far at_once silent top "
         "recovered since looks"

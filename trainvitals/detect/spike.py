@@ -75,6 +75,9 @@ _TOGETHER = 1.35
 _REMEMBERED = 1.25
 """The sum must exceed the largest one that had no consequence by this factor: a loss that wanders
 by itself collects evidence too."""
+_MOST_EVIDENCE = 2.0
+"""Multiple of ``enough`` at which the sum ends, whatever was remembered: otherwise a run whose
+losses wandered that far could not be reported until it is forgotten."""
 _RECURS_WITHIN = 2000
 """Steps within which recurring outliers are counted."""
 _OF_HIGHER = 0.5
@@ -359,7 +362,7 @@ class SpikeDetector(Detector):
             # A share above twice the sum so far is the start.
             self._onset = record.step
             self._num, self._height = 0, 0.0
-        self._sum = min(max(self._sum + share, 0.0), 2.0 * config.enough or 13.0)
+        self._sum = min(max(self._sum + share, 0.0), _MOST_EVIDENCE * config.enough or 13.0)
         self._peak = max(self._peak, self._sum)
         if self._told or self._far is None or distance > self._far:
             self._highest = max(self._highest, min(distance, _ON_THE_WORD_OF_FEW))
@@ -435,7 +438,8 @@ class SpikeDetector(Detector):
         """Return whether the excess summed over steps is enough to report a burst."""
         if self._told or not self._enough or beyond <= 0.0 or self._num < 2:
             return False
-        if self._sum < max(self._enough, _REMEMBERED * self._wandered):
+        remembered = min(_REMEMBERED * self._wandered, _MOST_EVIDENCE * self._enough)
+        if self._sum < max(self._enough, remembered):
             return False
         height = self._height / self._num
         if self._num == 2 and height < _OF_TWO:
@@ -615,6 +619,19 @@ _BURSTS_WITHIN = 3000
 _NOTABLE = 8.0
 """Multiple of its median from which a risen norm is worth a message. In real logs bursts before a
 divergence reached 9 to 13,000, healthy changes of task or batch size 4 to 6."""
+_HUGE, _HUGE_STEPS = 10.0, 12
+"""Multiple of the root mean square of the norms, and steps in a row above it, from which a burst
+that no clip limits is worth a page. Healthy runs reach 6 in a row. Adam's second moments hold the
+squares of such steps for about a thousand steps, and updates are too small meanwhile."""
+_JUMP = 3.0
+"""Least factor from one norm to the next at which such a row starts: the norm of a run that starts
+to learn grows by less per step."""
+_SQUARES_KEPT = 0.999
+"""Share of the mean square that each step keeps, as in Adam's second moments by default."""
+_SQUARES_KNOWN = 50
+"""Steps from which that mean square is known."""
+_LARGEST_SQUARED = 1e150
+"""Larger norms count as this one: their squares would overflow."""
 
 
 class BurstConfig(Settings, frozen=True, kw_only=True):
@@ -652,13 +669,18 @@ class BurstDetector(Detector):
 
     The loss counts too: while it falls, a growing norm means that the run is starting to learn, and
     the step enters the reference.
+
+    In a loop without a clip, 12 steps in a row above 10 times the root mean square of the run's
+    norms are a page, whatever the loss: they fill Adam's second moments, and updates stay too small
+    for about a thousand steps.
     """
 
     name = "grad_norm_burst"
     STATE = (
         "_window", "_deviations", "_course", "_bursts", "_clock", "_held", "_sum", "_onset",
-        "_told",
+        "_told", state_row("huge", "_squares", "_num_squares", "_last_norm", "_num_huge"),
     )  # fmt: skip
+    MAY_LACK = True
 
     def __init__(self, config: BurstConfig | None = None) -> None:
         self._config = config or BURST_DEFAULTS
@@ -673,9 +695,15 @@ class BurstDetector(Detector):
         self._onset = -1
         self._told = 0
         """1: this burst was logged; 2: a message was sent, or none is worth sending."""
+        self._squares = 0.0
+        """Running mean of the squared norms of applied steps, before its bias is corrected."""
+        self._num_squares = 0
+        self._last_norm = 0.0
+        self._num_huge = 0
+        """Huge norms in a row."""
 
     def update(self, record: StepRecord, clean: bool | None = None) -> tuple[Finding, ...]:
-        """Judge the gradient norm of one step; return the finding about a burst.
+        """Judge the gradient norm of one step; return the findings about a burst.
 
         ``clean``: whether it may enter the reference; None: decide by the record itself.
         """
@@ -686,6 +714,40 @@ class BurstDetector(Detector):
         if norm is None or not math.isfinite(norm) or norm <= 0.0:
             return ()
         self._clock += 1
+        huge = () if record.skipped or record.clips else self._add_square(record, norm)
+        return huge + self._judge_burst(record, norm, falls, clean)
+
+    def _add_square(self, record: StepRecord, norm: float) -> tuple[Finding, ...]:
+        """Add the norm of an applied step to the mean square, or to the row of huge norms."""
+        norm = min(norm, _LARGEST_SQUARED)
+        weight = 1.0 - _SQUARES_KEPT**self._num_squares
+        limit = _HUGE * math.sqrt(self._squares / weight) if weight else math.inf
+        last, self._last_norm = self._last_norm, norm
+        is_known = self._num_squares >= _SQUARES_KNOWN
+        if is_known and norm > limit and (self._num_huge or norm > _JUMP * last):
+            self._num_huge += 1
+            if self._num_huge < _HUGE_STEPS:
+                return ()
+            self._num_huge, self._squares = 0, weight * norm * norm
+            onset = record.step - _HUGE_STEPS + 1
+            reason = (
+                f"the gradient norm has been above {_HUGE:g}x its root mean square since step "
+                f"{onset}: {norm:.4g} at step {record.step}; the loop does not clip. With Adam the "
+                "second moments grew too, and updates stay too small for about 1000 steps"
+            )
+            return self._report(
+                record.step, reason, kind="grad_explosion", cause="huge_gradients", value=norm,
+                limit=limit, onset_step=onset, severity="page",
+            )  # fmt: skip
+        self._num_huge = 0
+        self._squares = _SQUARES_KEPT * self._squares + (1.0 - _SQUARES_KEPT) * norm * norm
+        self._num_squares += 1
+        return ()
+
+    def _judge_burst(
+        self, record: StepRecord, norm: float, falls: bool, clean: bool
+    ) -> tuple[Finding, ...]:
+        """Return the finding about a burst of the gradient norm."""
         if falls or len(self._window) < self._config.warm_up:
             self._end_burst()
             if clean:
@@ -780,3 +842,4 @@ class BurstDetector(Detector):
         self._course.clear()
         self._bursts.clear()
         self._end_burst()
+        self._squares, self._num_squares, self._last_norm, self._num_huge = 0.0, 0, 0.0, 0

@@ -169,6 +169,8 @@ _LOST, _AS_BAD = 0.25, (0.8, 2.0)
 """Lost share of the progress, and its part in the latest losses: at most 0.65 if forgotten."""
 _UNCLIPPED = 1.5
 """Multiple of the share of lost progress without a clip: healthy states spike higher there."""
+_SUDDEN, _OWN = 0.8, (0.4, 2.0)
+"""That multiple if kept batches rise as the first bad step does: below 0.32 after a new batch."""
 _ONSET_TOLERANCE = 8
 """The onset of a level is accurate to this many steps."""
 
@@ -191,8 +193,12 @@ def run_probe(
     verdict: Literal["state", "worse", "sound", "abstained"] = "abstained"
     if ratio is not None:
         gain = first - reading.then
-        undone = (reading.now - reading.then) / gain if gain > 0.0 else 0.0
-        max_undone = config.state_progress * (1.0 if clips else _UNCLIPPED)
+        rise, own_rise = reading.now - reading.then, (context.record.loss or 0.0) - reading.then
+        undone = rise / gain if gain > 0.0 else 0.0
+        is_sudden = _OWN[0] * own_rise <= rise <= _OWN[1] * own_rise
+        is_sudden = is_sudden and onset == context.record.step
+        share = 1.0 if clips else _SUDDEN if is_sudden else _UNCLIPPED
+        max_undone = config.state_progress * share
         is_undone = undone > max_undone and ratio > _MIN_UNDONE_RATIO
         # Without a clip one update on new data can undo enough progress to read as damage.
         min_undone = _MIN_UNDONE if clips or is_near_jump(state, onset, context) else max_undone
@@ -203,15 +209,10 @@ def run_probe(
         is_damaged |= is_worse and is_lost_everywhere(reading.now, reading.then, onset, context)
         verdict = "state" if is_damaged else "worse" if is_worse else "sound"
     return StateRead(
-        trigger=trigger,
-        onset_step=onset,
-        num_batches=reading.num_batches,
-        ratio=ratio,
+        trigger=trigger, onset_step=onset, num_batches=reading.num_batches, ratio=ratio,
         then=reading.then if math.isfinite(reading.then) else None,
-        now=reading.now if reading is not NO_READING else None,
-        verdict=verdict,
-        detail=detail,
-    )
+        now=reading.now if reading is not NO_READING else None, verdict=verdict, detail=detail,
+    )  # fmt: skip
 
 
 def max_healthy_ratio(state: PolicyState, onset: int, context: DecisionContext) -> float:
