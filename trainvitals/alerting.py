@@ -354,8 +354,8 @@ ALERTS: tuple[AlertSpec, ...] = (
         help="The gradient norm rose over several steps, to 8 times its median or more; a loss "
         "spike often follows. A smaller rise is only logged. A page (cause `huge_gradients`): 12 "
         "norms in a row were above 10 times the root mean square of earlier norms, and the loop "
-        "does not clip. With Adam the second moments grew too, and updates stay too small for about "
-        "1,000 steps.",
+        "does not clip. With Adam the second moments grew too, and updates stay too small for "
+        "about 1,000 steps.",
         to_do="Watch the loss; lower the learning rate if it rises. After a page, restart from a "
         "checkpoint before the first of these steps, with `max_norm`.",
     ),
