@@ -15,6 +15,7 @@ from trainvitals.detect.fleet.base import MergedStep
 from trainvitals.detect.fleet.origin.onsets import (
     DAMAGED_WEIGHT,
     INFERRED_WEIGHTS,
+    MOMENTS_SET,
     RESET_MOMENTS,
     WINDOW,
     Next,
@@ -34,7 +35,7 @@ from vitals_collector.queries.grouping import DEATHS, SETTING_CAUSES, domain_of
 from vitals_collector.queries.heatmap_layers import layer_names
 from vitals_collector.queries.series import exclusive_end, measured_by_stream
 from vitals_collector.queries.top_changes import attempt_of
-from vitals_collector.storage.schema import events
+from vitals_collector.storage.schema import events, findings
 from vitals_collector.storage.store import ReadSnapshot
 
 _BEFORE = 3 * (REFERENCE + LAG) + WINDOW
@@ -46,6 +47,7 @@ _MOST_ROWS = 200_000
 """At most this number of rows of ranks is replayed; for large jobs this covers fewer steps."""
 _MAX_TOLD = 3
 _expected = msgspec.msgpack.Decoder(ChangeExpected).decode
+_finding = msgspec.msgpack.Decoder(Finding).decode
 
 
 class Precursor(msgspec.Struct, frozen=True):
@@ -88,6 +90,7 @@ def precursor(
         if not tracker.is_judging and not tracker.onsets:  # non-finite values need no reference
             return None
         onsets = tracker.onsets
+    onsets = (*onsets, *_load_resets(moment.sql, run_id, attempt))
     is_of_speed = domain_of(cause) == "speed"
     if cause in DEATHS:  # a program fails over a NaN, not over a high loss
         onsets = tuple(each for each in onsets if each.is_nonfinite)
@@ -119,6 +122,29 @@ def _load_announced_changes(
         with suppress(*UNREADABLE):  # skip damaged rows
             planned.append((int(step), _expected(body).steps))
     return planned
+
+
+def _load_resets(connection: Connection, run_id: str, attempt: int) -> list[Onset]:
+    """Load the resets of optimizer state that the training reported, with their exact steps."""
+    table = findings.c
+    query = select(table.body).where(
+        table.run_id == run_id, table.attempt == attempt, table.detector == "optimizer_state"
+    )
+    resets = []
+    for (body,) in connection.execute(query):
+        with suppress(*UNREADABLE):  # skip damaged rows
+            found = _finding(body)
+            resets.append(
+                Onset(
+                    attempt=attempt,
+                    step=found.onset_step,
+                    last_step=found.onset_step,
+                    subject="optimizer",
+                    where=found.layer,
+                    series=MOMENTS_SET,
+                )
+            )
+    return resets
 
 
 def first_change_text(
@@ -256,7 +282,7 @@ def _onset_text(onset: Onset) -> str:
     if onset.series == "moment_written_ratio":
         whose = f"of {where} " if onset.where else ""
         return f"optimizer state {whose}was written by something else than the optimizer"
-    if onset.series == RESET_MOMENTS:
+    if onset.series in (RESET_MOMENTS, MOMENTS_SET):
         return f"optimizer state of {where} was reset"
     if onset.series == DAMAGED_WEIGHT:
         return f"a weight of {where} was damaged"

@@ -22,6 +22,8 @@ DAMAGED_WEIGHT = "largest_weight"
 RESET_MOMENTS = "second_moments"
 """Series of an onset whose layer has second moments far below its gradients, read after a finding.
 Rows of ``moment_written_ratio`` without ``weight_written_ratio``, which a signal has as well."""
+MOMENTS_SET = "moments_set"
+"""Series of an onset from a finding of ``optimizer_state``, which has the exact step."""
 _STATE_SERIES = frozenset(
     {
         "weight_written_ratio",
@@ -29,6 +31,7 @@ _STATE_SERIES = frozenset(
         INFERRED_WEIGHTS,
         DAMAGED_WEIGHT,
         RESET_MOMENTS,
+        MOMENTS_SET,
     }
 )
 WINDOW = 40
