@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Self
 
-from trainer_hooks.measures.moment_check import (
+from trainer_hooks.measures.second_moments import (
     EVERY,
     AppliedGradients,
     MomentCheck,
@@ -14,15 +14,25 @@ from trainer_hooks.measures.moment_check import (
 )
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
+from trainvitals.policy import Judgement
 from trainvitals.records import AttemptStarted, Finding, FindingRaised
+
+_STEPS_BETWEEN_READINGS = 3
+"""Steps between two readings while findings continue."""
 
 
 class OptimizerStateFeature(StepFeature):
-    """Compares Adam's second moments with the gradients; on rank 0, every ``EVERY`` steps."""
+    """Compares Adam's second moments with the gradients, on rank 0.
+
+    Every ``EVERY`` steps, and after a step with findings, which a reset could explain.
+    """
 
     def __init__(self, run: RunContext) -> None:
         super().__init__(run)
         self._check = MomentCheck(run.device.norms, run.device.optimizers)
+        self._next_step = 0
+        """First step at which a finding starts a reading."""
+        self._has_finding = False
 
     @classmethod
     def make(cls, run: RunContext) -> Self | None:
@@ -34,12 +44,18 @@ class OptimizerStateFeature(StepFeature):
 
     def before_measure(self, step: OutgoingStep) -> None:
         """Start to read the second moments, if that is due."""
-        if step.step % EVERY == 0:
+        has_finding = self._has_finding and step.step >= self._next_step
+        if has_finding or step.step % EVERY == 0:
+            self._has_finding, self._next_step = False, step.step + _STEPS_BETWEEN_READINGS
             with self._run.faults.fail_open("optimizer_state"):
                 device = self._run.device
                 if self._check.norms is not device.norms:  # the loop added parameter groups
                     self._check = MomentCheck(device.norms, device.optimizers)
                 self._check.read(step.step)
+
+    def on_judged(self, step: ReturnedStep, judgement: Judgement) -> None:
+        """Start a reading in the next step, if this one has findings."""
+        self._has_finding |= bool(judgement.findings)
 
     def on_step_done(self, step: ReturnedStep) -> None:
         """Report the layers whose second moments were reset."""

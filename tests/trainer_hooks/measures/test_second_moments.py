@@ -69,6 +69,11 @@ def test_a_reset_is_dated_with_every_clip_and_optimizer(make_loop, arguments):
     assert ("2", 68) == (finding.layer, finding.onset_step)
 
 
+def test_a_finding_starts_a_reading_soon_after(make_loop):
+    (finding,) = train(make_loop, reset_at(28, 2), factors={30: 1e4})
+    assert (28, 32) == (finding.onset_step, finding.step)
+
+
 def test_each_of_two_resets_is_found(make_loop):
     def change(loop, step):
         reset_at(40, 1)(loop, step)
