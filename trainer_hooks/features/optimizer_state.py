@@ -54,11 +54,8 @@ class OptimizerStateFeature(StepFeature):
                 self._check.read(step.step)
 
     def on_judged(self, step: ReturnedStep, judgement: Judgement) -> None:
-        """Start a reading in the next step, if this one has findings."""
+        """Report the layers whose second moments were reset; read them soon after a finding."""
         self._has_finding |= bool(judgement.findings)
-
-    def on_step_done(self, step: ReturnedStep) -> None:
-        """Report the layers whose second moments were reset."""
         with self._run.faults.fail_open("optimizer_state"):
             applied = _applied_gradients(step)
             if applied is None:

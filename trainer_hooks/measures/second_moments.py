@@ -13,22 +13,25 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer_hooks.tensors.events import AsyncCopy, copy_to
 from trainer_hooks.tensors.gradients import GradNorms, by_kind, layer_of
 
-EVERY = 25
+EVERY = 50
 """Steps between two readings: each reads the second moments once, as a gradient norm reads the
 gradients in every step."""
 _MOST_PARAMETERS = 10_000
-"""Of more parameters, the norms of ``EVERY`` steps are not kept."""
+"""Maximum number of parameters: the norms of all of them are kept for ``EVERY`` steps."""
 _EXACT = 0.001
 """Relative error up to which sums are equal. Float32 is far below it; bfloat16 is above it."""
-_RESET = 0.5
+_MOST_LEFT = 0.95
 """Share of the expected sum that is left at most of a state that counts as reset."""
+_ROUNDING = 1e-5
+"""Largest relative error of a sum in float32."""
+_MOST_ROWS = 3
+"""Steps of a reset that may explain the moments equally well."""
 _MIN_LAYERS = 4
 """With fewer layers, there are no others that confirm how the optimizer computes."""
 
@@ -48,7 +51,7 @@ class AppliedGradients(NamedTuple):
 
     step: int
     squares: Sequence[float]
-    """Of all parameters, as measured; empty if nothing was updated."""
+    """Squares of all parameters, as measured; empty if nothing was updated."""
     factor: float = 1.0
     """Square of the factor of the clip."""
 
@@ -135,8 +138,9 @@ def find_resets(
 ) -> list[MomentReset]:
     """Return the layers whose second moments were set to 0 between two readings.
 
-    At least three quarters of the layers must have exactly the expected moments, so that it is
-    known how the optimizer computes them.
+    All parameters of a layer must have exactly what the updates from one step on have added, and
+    those of at least three quarters of the layers exactly the expected moments: so it is known how
+    the optimizer computes them.
 
     Args:
         before: the earlier reading.
@@ -145,43 +149,44 @@ def find_resets(
         names: names of the parameters in ``AppliedGradients.squares``.
     """
     updates = [each for each in steps if each.squares]
-    layers = list(dict.fromkeys(map(layer_of, now.names)))
-    if len(layers) < _MIN_LAYERS or not updates:
+    if not updates:
         return []
-    position, where = {name: i for i, name in enumerate(names)}, np.zeros(len(now.names), np.int64)
-    where[:] = [layers.index(layer_of(name)) for name in now.names]
-    at = [position[name] for name in now.names]
-    squares = np.array([each.squares for each in updates])[:, at]
-    squares *= np.array([[each.factor] for each in updates])
-    betas = np.array(now.betas)
+    squares = np.array([each.squares for each in updates])
+    if now.names != tuple(names):  # some parameters have no second moment
+        position = {name: i for i, name in enumerate(names)}
+        squares = squares[:, [position[name] for name in now.names]]
+    is_uniform = len(set(now.betas)) == 1  # usually: then one power per step is enough
+    betas = np.array(now.betas[:1] if is_uniform else now.betas)
     ages = np.arange(len(updates))[::-1, None]
-    added = _sum_by_layer((1.0 - betas) * betas**ages * squares, where, len(layers))
-    kept = _sum_by_layer((betas ** len(updates) * before.sums)[None], where, len(layers))[0]
-    actual = _sum_by_layer(np.array(now.sums)[None], where, len(layers))[0]
-    # Row i: what the updates from the i-th on have added.
-    since = np.concatenate([added[::-1].cumsum(axis=0)[::-1], np.zeros((1, len(layers)))])
-    expected = kept + since[0]
-    if not np.isfinite(expected).all() or not np.isfinite(actual).all():
-        return []
+    factors = np.array([[each.factor] for each in updates])
+    added = (1.0 - betas) * betas**ages * factors * squares
+    actual = np.array(now.sums)
+    expected = betas ** len(updates) * before.sums + added.sum(axis=0)
     is_exact = np.abs(actual - expected) <= _EXACT * expected
-    if is_exact.sum() < 0.75 * len(layers):
+    if is_exact.all() or not np.isfinite(expected + actual).all():
+        return []
+    # Row i: what the updates from the i-th on have added; the last row is 0.
+    since = np.concatenate([added[::-1].cumsum(axis=0)[::-1], np.zeros((1, len(actual)))])
+    nothing_left = np.where(since > 0.0, np.inf, 0.0)
+    scale = np.where(actual > 0.0, actual, 1.0)
+    errors = np.where(actual > 0.0, np.abs(since - actual) / scale, nothing_left)
+    layers: dict[str, list[int]] = {}
+    for i, name in enumerate(now.names):
+        layers.setdefault(layer_of(name), []).append(i)
+    changed = {layer: at for layer, at in layers.items() if not is_exact[at].all()}
+    if len(layers) < _MIN_LAYERS or len(changed) > len(layers) // 4:
         return []
     resets = []
-    for i in np.flatnonzero(actual < _RESET * expected).tolist():
-        first = int(np.argmin(np.abs(since[:, i] - actual[i])))
-        if abs(since[first, i] - actual[i]) <= _EXACT * actual[i]:
+    for layer, at in changed.items():
+        worst = errors[:, at].max(axis=1)
+        first = int(np.argmin(worst))
+        left = float(actual[at].sum() / expected[at].sum())
+        # Gradients that explode after a reset hide those of its first steps.
+        is_dated = (worst <= max(_ROUNDING, 10.0 * worst[first])).sum() <= _MOST_ROWS
+        if worst[first] <= _EXACT and is_dated and left < _MOST_LEFT:
             step = updates[first].step if first < len(updates) else now.step
-            resets.append(MomentReset(layers[i], step, float(1.0 - actual[i] / expected[i])))
+            resets.append(MomentReset(layer, step, 1.0 - left))
     return resets
-
-
-def _sum_by_layer(
-    values: NDArray[np.float64], where: NDArray[np.int64], num_layers: int
-) -> NDArray[np.float64]:
-    """Return the sum of each row's values of a layer's parameters."""
-    sums = np.zeros((len(values), num_layers))
-    np.add.at(sums, (slice(None), where), values)
-    return sums
 
 
 def _sums(moments: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -190,8 +195,10 @@ def _sums(moments: Sequence[Tensor], device: torch.device) -> Tensor:
     for positions in by_kind(moments):
         group = [moments[i] for i in positions]
         dtype = torch.promote_types(group[0].dtype, torch.float32)
-        # No moment is below 0, so the sum of magnitudes is the sum: one fused pass for all.
-        of_group = torch.stack(torch._foreach_norm(group, 1, dtype=dtype))
+        if device.type == "cpu":
+            of_group = torch.stack([moment.sum(dtype=dtype) for moment in group])
+        else:  # no moment is below 0, so the sum of magnitudes is the sum: one pass for all
+            of_group = torch.stack(torch._foreach_norm(group, 1, dtype=dtype))
         for i, part in zip(positions, copy_to(of_group.double(), device).unbind(), strict=True):
             sums[i] = part
     return torch.stack(sums)
