@@ -190,7 +190,7 @@ def find_resets(
 
 
 def _sums(moments: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of each second moment, 1-dim float64 on the device; does not wait."""
+    """Return the sums of the second moments, 1-dim float64 on the device; does not wait."""
     sums: list[Tensor] = [torch.empty(0)] * len(moments)
     for positions in by_kind(moments):
         group = [moments[i] for i in positions]
