@@ -393,7 +393,6 @@ LAYER_METRICS: tuple[MetricSpec, ...] = (
     _layer_metric(
         "moment_written_ratio",
         "ratio",
-        "The same of the optimizer's state for the layer. Opt-in, as `outside_writes`. Without it, "
-        "only of a layer whose second moments were found reset after a finding.",
+        "The same of the optimizer's state for the layer. Opt-in, as `outside_writes`.",
     ),
 )

@@ -125,6 +125,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     cause: str = ""
     severity: Severity | Literal[""] = ""
     """Severity of a user alert; otherwise the kind determines it."""
+    layer: str = ""
+    """Layer whose optimizer state was reset."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

@@ -342,6 +342,11 @@ ENTRIES = (
         owner=layers.UpdateRatioWatcher,
         needs="`update_norm` and `weight_norm` of at least four layers; judged by the rule and "
         "settings of the gradients, without `least_share`.",
+        more="Without these signals, `optimizer_state` reports this kind for a layer whose second "
+        "moments (Adam) were set to 0, with the step. Rank 0 reads the moments every 50 steps, and "
+        "after a finding, and compares their sums with what the measured gradients add up to. It "
+        "abstains on sharded state, with fewer than four layers, and if the sums of more than a "
+        "quarter of the layers differ.",
         examples=update_ratio,
     ),
     Entry(

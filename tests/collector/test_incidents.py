@@ -24,11 +24,9 @@ from tests.support.queries import At, query
 from tests.support.served import Served
 from trainvitals.alerting import alerts_for_decision
 from trainvitals.clock import SystemClock
-from trainvitals.detect.fleet.origin.onsets import Next, Onset
 from trainvitals.records import AttemptStarted, Decision, Finding, Note, RunEnded
 from trainvitals.views import FindingsQuestion, IncidentsQuestion, IncidentView, StepQuestion
 from vitals_collector.ingest.ingest import ingest
-from vitals_collector.queries.attribution import onset_sentence
 from vitals_collector.queries.cost import lost_spans
 from vitals_collector.queries.folder_query import FolderQuery
 from vitals_collector.queries.grouping import (
@@ -135,6 +133,28 @@ def test_a_loss_that_turns_nan_is_told_once_not_as_its_own_precursor(store: Stor
     ingest(store, Writer().events(found, step=BAD))
     (one,) = told(store)
     assert f"Rank 1's loss was NaN at step {BAD}." == one.verdict.cause
+
+
+def test_a_reset_of_optimizer_state_during_bad_data_is_an_incident_with_its_exact_step(
+    store: Store,
+):
+    writer, bad = Writer("rank:0"), range(BAD, BAD + 5)
+    loss = [9.0 if step in bad else 2.0 + 0.01 * (step % 5) for step in range(BAD + 20)]
+    high = [finding("spike", step, onset_step=BAD, cause="loss_outlier") for step in bad]
+    reset = finding(
+        "update_ratio", BAD + 6, onset_step=BAD + 2, detector="optimizer_state", layer="h.1"
+    )
+    ingest(store, writer.steps(range(BAD + 20), loss=loss, rank_loss=loss, grad_norm=loss))
+    for found in (*high, reset):
+        ingest(store, writer.events(found, step=found.finding.step))
+    ingest(store, writer.events(RunEnded(state="finished"), step=BAD + 19))
+    second, first = told(store)
+    assert (BAD, BAD + 2) == (first.onset_step, second.onset_step)
+    assert f"Moved first: data of rank 0: its loss at step {BAD} (9, us" in first.verdict.cause
+    moved = f"Moved first: optimizer state of layer `h.1` was reset at step {BAD + 2}."
+    assert moved in second.verdict.cause
+    asked = query(store).ask(StepQuestion(run_id=RUN, step=BAD + 2))
+    assert moved == asked.moved_first
 
 
 def test_the_healthy_steps_since_an_incident_end_where_the_next_one_begins(store: Store):
@@ -458,20 +478,6 @@ def test_a_second_problem_is_apart_from_the_high_losses_in_which_it_began(second
         f(12, cause="loss_outlier"),
     )
     assert expected == grouped(*records, seconds=[SecondProblem(*second)])
-
-
-def test_optimizer_state_that_was_reset_does_not_follow_from_bad_data():
-    reset = Next(302, "optimizer", "h.1", "second_moments")
-    high = Next(301, "losses", "", "loss")
-    onset = Onset(
-        attempt=1, step=300, last_step=304, subject="data", where="rank:0", series="loss",
-        value=9.0, usual=2.0, sigmas=9.0, next=(high, reset),
-    )  # fmt: skip
-    assert (
-        "Moved first: data of rank 0: its loss at step 300 (9, usually 2; 9 sigma). "
-        "Also found: optimizer state of layer `h.1` was reset by step 302. "
-        "Then: loss of all ranks at step 301."
-    ) == onset_sentence(onset)
 
 
 def test_a_second_problem_of_the_data_has_the_findings_after_its_start():

@@ -216,8 +216,6 @@ class Emitter:
         """Per optimizer turn, the tenth of steps in which its layers were last written."""
         self._zeros: dict[int, tuple[int, int]] = {}
         """Per turn, the number of gradients that are exactly 0, and the step since which it is."""
-        self.recent_squares: deque[Sequence[float]] = deque(maxlen=8)
-        """Squared gradient norm of each parameter in the latest tenth steps, on rank 0."""
         self._usual_norms: dict[int, float] = {}
         """Per turn, the running mean of the gradient norm, which no single step moves much."""
         self._turn = 0
@@ -365,7 +363,6 @@ class Emitter:
     def follow_layers(self, layers: LayerAggregator) -> None:
         """Write the rows of these layers from now on; known layers must have the same ids."""
         self._layers, self._layers_named = layers, False
-        self.recent_squares.clear()
 
     @_fail_open_write
     def layers(
@@ -409,8 +406,6 @@ class Emitter:
             self._layers_named = True
             event = NamesDefined(stream="layers", names=names)
             self.event(event, step=measured.step, attempt=measured.attempt)
-        if squares is not None and not measured.step % LAYERS_EVERY:
-            self.recent_squares.append(squares)
         head = [measured.step, measured.attempt, measured.time_unix_ns, measured.monotonic_ns]
         for row in self._layers.rows(squares, samples, turn=turn, before=before):
             stream.append([*head, *row])
@@ -637,8 +632,6 @@ class LayerAggregator:
                 norms[1] = max(norms[1] or 0.0, huge_weights[name])
             activation = samples.activations.get(name, (None, None, None))
             written = [worst[layer] if worst and has_parameters else None for worst in writes]
-            if written[1] is None:
-                written[1] = samples.reset_moments.get(name)
             if any(value is not None for value in (*norms, activation[0], *written)):
                 yield [layer, *norms, *activation, *written]
 

@@ -16,6 +16,7 @@ from trainer_hooks.features.damage import DamageFeature
 from trainer_hooks.features.early_stopping import EarlyStoppingFeature
 from trainer_hooks.features.expected_change import ExpectedChangeFeature
 from trainer_hooks.features.first_steps import FirstStepsFeature
+from trainer_hooks.features.optimizer_state import OptimizerStateFeature
 from trainer_hooks.features.pipeline import PipelineFeature
 from trainer_hooks.features.post_training import PostTrainingFeature
 from trainer_hooks.features.probe import ProbeFeature
@@ -47,6 +48,7 @@ FEATURES: list[type[StepFeature]] = [
     ReplicasFeature,
     PostTrainingFeature,
     AdaptersFeature,
+    OptimizerStateFeature,
 ]
 """All features, in the order in which a step calls them; also the order of their slots."""
 

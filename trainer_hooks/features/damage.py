@@ -1,25 +1,24 @@
-"""Damaged weights and optimizer state, read when a step has a problem that they could explain."""
+"""Damaged weights, read when a step has a problem that they could explain."""
 
 from __future__ import annotations
 
 from typing import Self
 
 from trainer_hooks.measures.sampled import SampledSignals
-from trainer_hooks.measures.second_moments import find_reset_layers
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import ReturnedStep, StepFeature
 from trainvitals.policy import Judgement
 from trainvitals.records import HUGE_WEIGHT
 
 _STEPS_BETWEEN_READS = 3
-"""Steps between two reads of the state while findings continue."""
+"""Steps between two reads of the weights while findings continue."""
 
 
 class DamageFeature(StepFeature):
-    """Reads the state of rank 0, which writes the rows of layers; never in a healthy step.
+    """Reads the weights of rank 0, which writes the rows of layers; never in a healthy step.
 
-    Weights at the second non-finite step in a row, and at a finding of a huge gradient: a flipped
-    bit of an exponent makes a weight finite and huge. Optimizer state at other findings.
+    At the second non-finite step in a row, and at a finding of a huge gradient: a flipped bit of an
+    exponent makes a weight finite and huge.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -27,7 +26,7 @@ class DamageFeature(StepFeature):
         self._nonfinite_row = (-2, -2)
         """First and latest of the non-finite steps in a row, without overflows of a scaler."""
         self._next_read_step = 0
-        """First step at which a finding reads the state again."""
+        """First step at which a finding reads the weights again."""
 
     @classmethod
     def make(cls, run: RunContext) -> Self | None:
@@ -35,7 +34,7 @@ class DamageFeature(StepFeature):
         return cls(run) if run.is_rank0 else None
 
     def annotate(self, step: ReturnedStep, judgement: Judgement) -> Judgement:
-        """Add huge weights or reset optimizer state to the step's samples."""
+        """Add huge weights to the step's samples."""
         record, run = step.record, self._run
         is_nonfinite = bool(record.nonfinite_ranks) and not record.overflow
         if not judgement.findings and not is_nonfinite:
@@ -46,25 +45,14 @@ class DamageFeature(StepFeature):
             self._nonfinite_row = first, step.step
         is_second = is_nonfinite and step.step == first + 1 and not record.nonfinite_params
         is_due = not is_nonfinite and step.step >= self._next_read_step
-        if is_second or is_due:
+        if is_second or (is_due and (record.grad_norm or 0.0) > HUGE_WEIGHT):
             self._next_read_step = step.step + _STEPS_BETWEEN_READS
             with run.faults.fail_open("damage"):
-                reads_weights = is_second or (record.grad_norm or 0.0) > HUGE_WEIGHT
-                step.samples = self._read(step.samples or SampledSignals(), weights=reads_weights)
+                largest = run.device.norms.largest_weights().items()
+                huge = {name: peak for name, peak in largest if peak > HUGE_WEIGHT}
+                step.samples = (step.samples or SampledSignals())._replace(huge_parameters=huge)
         return judgement
-
-    def _read(self, samples: SampledSignals, *, weights: bool) -> SampledSignals:
-        """Return the samples with the huge weights, or with the layers whose state was reset."""
-        device = self._run.device
-        if weights:
-            largest = device.norms.largest_weights().items()
-            huge = {name: peak for name, peak in largest if peak > HUGE_WEIGHT}
-            return samples._replace(huge_parameters=huge)
-        recent = self._run.emitter.recent_squares
-        reset = find_reset_layers(device.norms, device.optimizers, recent)
-        return samples._replace(reset_moments=reset)
 
     def on_restored(self, next_step: int) -> None:
         """Explain the problems of the new attempt by its own state and gradients."""
         self._nonfinite_row, self._next_read_step = (-2, -2), 0
-        self._run.emitter.recent_squares.clear()

@@ -172,8 +172,6 @@ class SampledSignals(NamedTuple):
     """Names of parameters that a check after a bad step found NaN or infinite, on this rank."""
     huge_parameters: Mapping[str, float] = MappingProxyType({})
     """Largest absolute values of finite parameters that a bad step found damaged."""
-    reset_moments: Mapping[str, float] = MappingProxyType({})
-    """Layers whose optimizer state was found reset after a finding, with the missing share."""
 
     @property
     def by_layer(self) -> bool:

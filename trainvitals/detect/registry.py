@@ -273,6 +273,8 @@ _DETECTORS = (
     _detector("rank", "loop", "user_alert"),
     # Compared with the schedule that the run declared.
     _detector("rank", "schedule"),
+    # Compared with what the gradients add up to.
+    _detector("rank", "optimizer_state", "update_ratio"),
     # Over the merged steps of all ranks; each rank reports its own rate.
     _detector("collector", "learning_rate", "learning_rate", "lr_jump"),
     _detector("collector", "weight_decay"),

@@ -38,7 +38,9 @@ _ADVICE = {
     "it, whether its parameters are in the optimizer, and whether its units are all off (ReLU).",
     "zero_gradient": "Check that the loss depends on the model: `detach()`, `torch.no_grad()`, "
     "`requires_grad`.",
-    "update_ratio": "Give the layer a parameter group with a lower `lr`, or a longer warm-up.",
+    "update_ratio": "If its second moments were set to 0, name what writes to them: run with "
+    f"`{_WRITES}`. Otherwise give the layer a parameter group with a lower `lr`, or a longer "
+    "warm-up.",
     "loss_scale": "Use bfloat16: `torch.autocast(device, dtype=torch.bfloat16)` needs no scaler.",
     "data_bound": f"Give the loader more workers: `{_MORE_WORKERS}`.",
     "loader_stall": f"Look at what the loader read then; a larger reserve: `{_MORE_WORKERS}`.",

@@ -4,7 +4,7 @@ Without a collector (reading a directory), or if it had just started, the same r
 stored rows in order, from well before the step, like a live run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -34,7 +34,7 @@ from vitals_collector.queries.grouping import DEATHS, SETTING_CAUSES, domain_of
 from vitals_collector.queries.heatmap_layers import layer_names
 from vitals_collector.queries.series import exclusive_end, measured_by_stream
 from vitals_collector.queries.top_changes import attempt_of
-from vitals_collector.storage.schema import events
+from vitals_collector.storage.schema import events, findings
 from vitals_collector.storage.store import ReadSnapshot
 
 _BEFORE = 3 * (REFERENCE + LAG) + WINDOW
@@ -45,7 +45,10 @@ cause of an earlier step."""
 _MOST_ROWS = 200_000
 """At most this number of rows of ranks is replayed; for large jobs this covers fewer steps."""
 _MAX_TOLD = 3
+_RESET_DETECTOR = "optimizer_state"
+"""Detector of the findings about second moments that were set to 0."""
 _expected = msgspec.msgpack.Decoder(ChangeExpected).decode
+_finding = msgspec.msgpack.Decoder(Finding).decode
 
 
 class Precursor(msgspec.Struct, frozen=True):
@@ -77,6 +80,7 @@ def precursor(
     """
     if cause.startswith("straggler_") and cause != "straggler_data":
         return Precursor()  # the finding names its part, which is not a wait for data
+    resets = _load_resets(moment.sql, run_id, attempt)
     live = watched_onsets(moment.sql, run_id)
     if live is not None and live.cover((attempt, step - WINDOW), (attempt, step)):
         onsets = live.onsets
@@ -85,9 +89,11 @@ def precursor(
         for merged in stored_steps(moment, run_id, step - _BEFORE, step + 1 + _AFTER):
             if merged.attempt <= attempt:
                 tracker.update(merged)
-        if not tracker.is_judging and not tracker.onsets:  # non-finite values need no reference
+        is_known = tracker.is_judging or tracker.onsets  # non-finite values need no reference
+        if not is_known and not resets:
             return None
         onsets = tracker.onsets
+    onsets = (*onsets, *resets)
     is_of_speed = domain_of(cause) == "speed"
     if cause in DEATHS:  # a program fails over a NaN, not over a high loss
         onsets = tuple(each for each in onsets if each.is_nonfinite)
@@ -119,6 +125,40 @@ def _load_announced_changes(
         with suppress(*UNREADABLE):  # skip damaged rows
             planned.append((int(step), _expected(body).steps))
     return planned
+
+
+def _load_resets(connection: Connection, run_id: str, attempt: int) -> list[Onset]:
+    """Load the resets of optimizer state that the training reported, as first changes."""
+    table = findings.c
+    query = select(table.body).where(
+        table.run_id == run_id, table.attempt == attempt, table.detector == _RESET_DETECTOR
+    )
+    resets = []
+    for (body,) in connection.execute(query):
+        with suppress(*UNREADABLE):  # skip damaged rows
+            resets += reset_onsets([(attempt, _finding(body))])
+    return resets
+
+
+def reset_onsets(found: Iterable[tuple[int, Finding]]) -> list[Onset]:
+    """Return the first changes from findings about second moments that were set to 0.
+
+    Args:
+        found: findings of any kind, each with its attempt.
+    """
+    return [
+        Onset(
+            attempt=attempt,
+            step=finding.onset_step,
+            last_step=finding.onset_step,
+            subject="optimizer",
+            where=finding.layer,
+            series=RESET_MOMENTS,
+            is_apart=True,
+        )
+        for attempt, finding in found
+        if finding.detector == _RESET_DETECTOR
+    ]
 
 
 def first_change_text(
@@ -220,11 +260,7 @@ def onset_sentence(onset: Onset) -> str:
     first_moved = f"Moved first: {_onset_text(onset)} {at}{_onset_values_text(onset)}."
     if not onset.is_cause:
         first_moved += " Not enough was measured to tell why: `watch(signals=...)` measures more."
-    resets = (effect for effect in onset.next if effect.series == RESET_MOMENTS)
-    apart = next(resets, None) if onset.subject == "data" else None  # does not follow from data
-    if apart is not None:
-        first_moved += f" Also found: {_effect_text(apart)} by step {apart.step:,}."
-    later = [effect for effect in onset.next if effect.step > onset.step and effect != apart]
+    later = [effect for effect in onset.next if effect.step > onset.step]
     if later:
         listed = "; ".join(
             f"{_effect_text(effect)} at step {effect.step:,}" for effect in later[:_MAX_TOLD]
@@ -300,8 +336,6 @@ def _onset_values_text(onset: Onset) -> str:
     """Describe the values of a first change, for the sentence about an incident's cause."""
     if onset.series in ("weight_written_ratio", "moment_written_ratio") or onset.value is None:
         return ""
-    if onset.series == RESET_MOMENTS:
-        return f" or just before (its second moments lack {onset.value:.0%})"
     if onset.series == DAMAGED_WEIGHT:
         return f" (it is {onset.value:.3g})"
     if onset.series == INFERRED_WEIGHTS:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from sqlalchemy import Connection, Row, select
 
 from trainvitals import alerting, views
-from trainvitals.detect.fleet.origin.onsets import find_origin_onset
+from trainvitals.detect.fleet.origin.onsets import Onset, find_origin_onset
 from trainvitals.io.capsules import is_capsule, read_capsule_verdict
 from trainvitals.records import BatchNoted, Finding, Note, RunEnded, Severity
 from vitals_collector.ingest.ingest import is_being_removed
@@ -18,7 +18,7 @@ from vitals_collector.live.live_monitor import WatchedOnsets, conditions_of, wat
 from vitals_collector.live.overview import info_of
 from vitals_collector.live.restarts import Restart, restarts_of
 from vitals_collector.queries import grouping, story
-from vitals_collector.queries.attribution import Precursor, precursor
+from vitals_collector.queries.attribution import Precursor, precursor, reset_onsets
 from vitals_collector.queries.cost import late_seconds, lost_work
 from vitals_collector.queries.evidence import IncidentEvidence, gather_evidence
 from vitals_collector.queries.ledger import (
@@ -157,14 +157,16 @@ def read_incidents(
     items, raised = items_of(records)
     holding = {_condition_key(finding) for finding in conditions_of(moment.sql, run.run_id)}
     live = watched_onsets(moment.sql, run.run_id)
+    found = [view.finding for view in records.findings]
+    resets = reset_onsets(zip(records.attempts, found, strict=True))
     seconds = [
         grouping.SecondProblem(onset.attempt, onset.step, onset.is_lasting, onset.subject == "data")
-        for onset in (() if live is None else live.onsets)
+        for onset in (*(() if live is None else live.onsets), *resets)
         if onset.is_apart
     ]
     groups = [
         _to_last_step(_over_condition(members, records, run, holding), run)
-        for members in _extend_by_changes(live, grouping.group_incidents(items, seconds))
+        for members in _extend_by_changes(live, resets, grouping.group_incidents(items, seconds))
     ]
     attempts = attempt_rows(moment.sql, run.run_id)
     ordinals = {row.id: ordinal for ordinal, row in enumerate(attempts, start=1)}
@@ -187,7 +189,9 @@ def _condition_key(finding: Finding) -> tuple[str, str, int, int]:
 
 
 def _extend_by_changes(
-    live: WatchedOnsets | None, groups: Sequence[list[grouping.IncidentItem]]
+    live: WatchedOnsets | None,
+    resets: Sequence[Onset],
+    groups: Sequence[list[grouping.IncidentItem]],
 ) -> list[list[grouping.IncidentItem]]:
     """Extend each queried incident to the time in which its cause was out of range."""
     if live is None:
@@ -199,7 +203,7 @@ def _extend_by_changes(
         key = first.attempt, first.onset
         if first.domain == "numbers" and live.cover(key, key):
             mover = find_origin_onset(
-                live.onsets, attempt=first.attempt, step=first.onset, is_of_speed=False,
+                (*live.onsets, *resets), attempt=first.attempt, step=first.onset, is_of_speed=False,
                 is_of_setting=first.cause in grouping.SETTING_CAUSES,
             )  # fmt: skip
         if mover is not None:

@@ -54,8 +54,6 @@ class HighLoss:
         """Onset of the loss, also while a later NaN has its own onset."""
         self.steps: list[HighLossStep] = []
         """The first steps of the loss, also those before its onset."""
-        self.reset: SeriesOutlier | None = None
-        """Optimizer state that was found reset during the loss."""
         self.num_above = 0
         """Steps in a row, up to this one, whose loss is above all in its reference."""
         self._num_above_before = 0
@@ -102,7 +100,7 @@ class HighLoss:
         if self._bad_step is not None and len(self.steps) < _LONGEST_BATCHES:
             self.steps.append(self._bad_step)
         if self.onset is None:
-            self._bad, self._after, self.reset = [], [], None
+            self._bad, self._after = [], []
             self.steps = self.steps if self._bad_step else []
             return None
         if self._height is None:  # a NaN has its own onset

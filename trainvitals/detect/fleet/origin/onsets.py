@@ -20,8 +20,7 @@ layers did and its own did not, as the chain rule has it."""
 DAMAGED_WEIGHT = "largest_weight"
 """Series of an onset whose layer has a weight above ``HUGE_WEIGHT``, read after bad steps."""
 RESET_MOMENTS = "second_moments"
-"""Series of an onset whose layer has second moments far below its gradients, read after a finding.
-Rows of ``moment_written_ratio`` without ``weight_written_ratio``, which a signal has as well."""
+"""Series of an onset from a finding of ``optimizer_state``: second moments that were set to 0."""
 _STATE_SERIES = frozenset(
     {
         "weight_written_ratio",

@@ -31,13 +31,11 @@ from trainvitals.detect.fleet.origin.high_loss import (
 from trainvitals.detect.fleet.origin.onsets import (
     DAMAGED_WEIGHT,
     INFERRED_WEIGHTS,
-    RESET_MOMENTS,
     Onset,
     OnsetEpisode,
     SeriesOutlier,
     Subject,
     build_onset,
-    merge_following_series,
 )
 from trainvitals.detect.fleet.origin.reference import (
     FEW_RANKS,
@@ -295,9 +293,6 @@ class OnsetTracker:
         """Name the data of these ranks as the first change of a high loss, and second problems."""
         if high.subject == "losses":
             from_data = msgspec.structs.replace(high, subject="data", where=where)
-            if self._high.reset is not None:
-                following = merge_following_series(from_data, [self._high.reset])
-                from_data = msgspec.structs.replace(from_data, next=following)
             self._onsets[from_data.attempt, from_data.step, False] = from_data
             if onset is not None and (onset.attempt, onset.step) == (high.attempt, high.step):
                 self._numbers.onset = from_data
@@ -520,15 +515,7 @@ class OnsetTracker:
             written = np.where(rows.has(name), np.where(np.isnan(written), np.inf, written), 0.0)
             peaks = self._peaks.setdefault(name, WriteRatioPeaks())
             is_out = peaks.find_outliers(written)
-            if is_out.any() and order == 3 and not rows.has("weight_written_ratio").any():
-                # It was read after a finding. The loss rose because of it, unless it has a cause.
-                onset, at = self._numbers.onset, int(np.argmax(written))
-                is_effect = onset is not None and not onset.is_cause and not onset.is_nonfinite
-                back = min(self._key[1] - onset.step, LAG) if onset and is_effect else 0
-                numbers = (self._names[at], RESET_MOMENTS, float(written[at]))
-                self._add_outlier(order, subject, *numbers, steps_back=back)
-                self._high.reset = self._out[-1]._replace(step=self._key[1])
-            elif is_out.any():
+            if is_out.any():
                 at = int(np.argmax(written))
                 is_of_all = order == 3 and int(is_out.sum()) > max(1, len(written) // 2)
                 value = float(written[at]) if np.isfinite(written[at]) else None
