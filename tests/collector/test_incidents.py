@@ -359,6 +359,25 @@ def test_a_directory_tells_of_what_only_the_watchers_find(store: Store):
     assert reader.ask(FindingsQuestion(run_id=RUN)) == findings
 
 
+def test_a_reader_processes_rows_that_come_after_its_first_query(store: Store):
+    waits = [0.4 if s in (300, 301, 302) else 0.001 for s in range(340)]
+    writers = [Writer(f"rank:{rank}") for rank in range(2)]
+    reader = FolderQuery(store, clock=SystemClock())
+    causes = []
+    for steps in (range(250), range(250, 340)):
+        for writer in writers:
+            took = [0.01 + waits[s] for s in steps]
+            stalls = [waits[s] for s in steps]
+            rows = writer.steps(
+                steps, data_wait_seconds=stalls, step_duration_seconds=took, loss=1.0
+            )
+            ingest(store, rows)
+        for _ in range(2):
+            findings = reader.ask(FindingsQuestion(run_id=RUN))
+            causes.append([view.finding.cause for view in findings])
+    assert [[], [], ["loader_stall"], ["loader_stall"]] == causes
+
+
 # ------------------------------------------------------------------------------------ grouping
 
 

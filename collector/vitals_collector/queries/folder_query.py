@@ -49,6 +49,8 @@ class FolderQuery(Query):
         self._monitor: LiveMonitor | None = None
         self._cache: JudgementCache | None = None
         self._judge: BackgroundJudge | None = None
+        self._judged_rows: dict[str, int] = {}
+        """By run that no longer trains: ``num_rows`` of the store when its rows were processed."""
         self.unjudged: dict[str, str] = {}
         """By run that another process judges: how far it is."""
 
@@ -122,6 +124,9 @@ class FolderQuery(Query):
         from vitals_collector.live.live_monitor import LiveMonitor, LiveMonitorConfig
         from vitals_collector.live.step_join import MergeConfig
 
+        num_rows = self.store.counters.num_rows
+        if self._monitor is not None and self._judged_rows.get(run.run_id) == num_rows:
+            return
         if self._monitor is None:
             # Each poll stores the state: the next reader continues from it.
             config = LiveMonitorConfig(
@@ -136,6 +141,10 @@ class FolderQuery(Query):
             while self._monitor.poll(now_ns=now_ns, running=(), owned={run.run_id}).has_more:
                 if self._cache is not None:
                     self._cache.save_progress(self.store, run.run_id)
+        if run.state == "running":
+            self._judged_rows.pop(run.run_id, None)
+        else:
+            self._judged_rows[run.run_id] = num_rows
 
     def raise_alerts(self) -> None:
         """Update the alerts of runs in a directory before a query for them."""
