@@ -151,7 +151,10 @@ def find_resets(
     updates = [each for each in steps if each.squares]
     if not updates:
         return []
-    squares = np.array([each.squares for each in updates])
+    squares, actual = np.array([each.squares for each in updates]), np.array(now.sums)
+    measured = (squares, actual, np.array(before.sums))
+    if not all(np.isfinite(part).all() for part in measured):
+        return []
     if now.names != tuple(names):  # some parameters have no second moment
         position = {name: i for i, name in enumerate(names)}
         squares = squares[:, [position[name] for name in now.names]]
@@ -160,10 +163,9 @@ def find_resets(
     ages = np.arange(len(updates))[::-1, None]
     factors = np.array([[each.factor] for each in updates])
     added = (1.0 - betas) * betas**ages * factors * squares
-    actual = np.array(now.sums)
     expected = betas ** len(updates) * before.sums + added.sum(axis=0)
     is_exact = np.abs(actual - expected) <= _EXACT * expected
-    if is_exact.all() or not np.isfinite(expected + actual).all():
+    if is_exact.all():
         return []
     # Row i: what the updates from the i-th on have added; the last row is 0.
     since = np.concatenate([added[::-1].cumsum(axis=0)[::-1], np.zeros((1, len(actual)))])

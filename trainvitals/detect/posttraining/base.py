@@ -56,11 +56,13 @@ _SKEW = 1.1
 """How much farther the lowest value is from the mean than one that is cut off."""
 _SHORT = 5
 """Values in the level of a quantity that falls fast."""
+_FALLEN = 0.8
+"""Part of the values before to which an entropy falls that is lost at once with the reward."""
 _SUDDEN = 3
 """Consecutive values that show a sudden loss or rise."""
 _SUDDEN_SIGMAS = 4.0
 """Smallest loss of each of these, in standard deviations of a value."""
-_ABRUPT = 2
+ABRUPT = 2
 """Consecutive values that show a larger one."""
 _ABRUPT_SIGMAS = 6.0
 _TIMES_CHANGES = 2.0
@@ -75,7 +77,7 @@ _GAINED = 2.5
 """Standard errors of a rise of the reward that may be a gain."""
 _RISES = 1.0
 """Student's t of the reward's trend from which a slow gain is likely."""
-_RISES_FOR_LONG = 2.0
+_RISES_FOR_LONG = 1.5
 """The same after a longer time with little entropy: what is deterministic gains nothing more."""
 _MAX_MILESTONES = 16
 _NUM_OF_TREND = 6
@@ -152,8 +154,9 @@ class RewardCourse(ValueCourse):
     be the best possible one, the course is unknown.
     """
 
-    STATE = ("_recent", "_early", "_values", "_trend", "_milestones", "_start", "best", "best_step")
-    MAY_LACK = True  # states of older versions lack ``best_step``
+    STATE = ("_recent", "_early", "_values", "_trend", "_milestones", "_start", "_largest", "best",
+             "best_step")  # fmt: skip
+    MAY_LACK = True  # states of older versions lack ``best_step`` and ``_largest``
 
     def __init__(self, config: PostTrainingConfig) -> None:
         super().__init__(config.window)
@@ -163,6 +166,8 @@ class RewardCourse(ValueCourse):
         self._trend = Trend()
         self._start: float | None = None
         """The first level."""
+        self._largest = 0.0
+        """Largest change so far from one value to the next, without the latest values."""
         self.best: float | None = None
         """Highest level so far."""
         self.best_step = 0
@@ -175,6 +180,9 @@ class RewardCourse(ValueCourse):
         self._values.append(value)
         self._recent.append(value)
         self._trend.add(value)
+        if len(self._values) > ABRUPT + 1:
+            change = abs(self._values[-ABRUPT - 1] - self._values[-ABRUPT - 2])
+            self._largest = max(self._largest, change)
         if len(self._early) < _FIRST:
             self._early.append(value)
         level, best = self.level, self.best
@@ -208,6 +216,7 @@ class RewardCourse(ValueCourse):
         self._values.clear()
         self._milestones.clear()
         self._trend, self.best, self._start, self.best_step = Trend(), None, None, 0
+        self._largest = 0.0
 
     @property
     def level(self) -> float | None:
@@ -265,9 +274,9 @@ class RewardCourse(ValueCourse):
 
     @property
     def num_lost(self) -> int:
-        """Return within how many values the reward was lost: its level is then too late.
+        """Return within how many values the reward was lost; 0 if it was not lost suddenly.
 
-        It is 0 if the level shows the loss, or if there is none.
+        Its level would show such a loss later.
         """
         return self._course()[1]
 
@@ -312,9 +321,8 @@ class RewardCourse(ValueCourse):
             sigma: standard deviation of a value.
         """
         values = list(self._values)
-        largest = max(abs(b - a) for a, b in pairwise(values[:-_ABRUPT]))
         for num, noise in (
-            (_ABRUPT, max(_ABRUPT_SIGMAS * sigma, _TIMES_CHANGES * largest)),
+            (ABRUPT, max(_ABRUPT_SIGMAS * sigma, _TIMES_CHANGES * self._largest)),
             (_SUDDEN, _SUDDEN_SIGMAS * sigma),
         ):
             # A drift takes more than a few values: those right before were higher by as much.
@@ -573,9 +581,15 @@ class ShortLevel(ValueCourse):
         self._recent.clear()
 
     @property
+    def has_fallen(self) -> bool:
+        """Return whether the lower one of the two latest values is far below those before."""
+        *before, _, _ = self._recent
+        return self.lowest_of_latest <= _FALLEN * upper_median(before)
+
+    @property
     def lowest_of_latest(self) -> float:
         """Return the lower one of the two latest values: both are beyond a limit that it passes."""
-        return min(list(self._recent)[-_ABRUPT:])
+        return min(islice(reversed(self._recent), ABRUPT))
 
     def rebaseline(self) -> None:
         """Keep the highest level: new data do not give a policy more entropy."""

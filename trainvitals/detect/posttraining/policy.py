@@ -12,6 +12,7 @@ from itertools import pairwise
 from trainvitals.detect.fleet.base import ConditionEpisode, MergedStep, upper_median
 from trainvitals.detect.posttraining import names
 from trainvitals.detect.posttraining.base import (
+    ABRUPT,
     Milestones,
     PostTrainingWatcher,
     RewardCourse,
@@ -108,6 +109,8 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
             return ()
         limit = self._config.entropy_part * highest
         num_lost = self._reward.num_lost
+        if num_lost == ABRUPT and not self._entropy.has_fallen:
+            return ()  # two batches may only have been harder
         level = self._entropy.level_of_latest(num_lost) if num_lost else level
         self._note_beyond(level <= limit)
         if level > limit:
@@ -158,11 +161,12 @@ class PolicyCollapseWatcher(PostTrainingWatcher):
 class DeadRewardWatcher(PostTrainingWatcher):
     """Reports groups without a gradient: all completions of a group have the same reward.
 
-    At least 90% of the groups are so, over 20 values, and the reward was lost; over 3 values if it
-    was lost within as many. A solved task has equal rewards too, and is not reported. A reward that
-    suddenly is the same number in all groups, below its best level, is reported after 8 values. For
-    this, each of up to 20 values before must have had a gradient: with few groups per step, steps
-    without one are chance. A run that never had a gradient is reported after 100 values.
+    At least 90% of the groups are so, over 20 values, and the reward was lost; over 2 or 3 values
+    if it was lost within as many. A solved task has equal rewards too, and is not reported. A
+    reward that suddenly is the same number in all groups, below its best level, is reported after 8
+    values. For this, each of up to 20 values before must have had a gradient: with few groups per
+    step, steps without one are chance. A run that never had a gradient is reported after 100
+    values.
     """
 
     name = "dead_reward"
@@ -344,7 +348,7 @@ class KlRunawayWatcher(PostTrainingWatcher):
         if level < floor:
             return self._end_condition()
         outcome = self._reward.outcome
-        if outcome == "unknown":
+        if outcome == "unknown" or self._reward.num_lost == ABRUPT:
             return ()
         # The best of a flat reward is noise, and may be any step, unless the reward is far below.
         is_flat = outcome == "flat" and not self._reward.is_far_below_best
@@ -367,9 +371,9 @@ class TruncationWatcher(PostTrainingWatcher):
     """Reports that nearly all completions are cut at the length limit, without success.
 
     At least 80% are cut, over 20 values, and the reward was lost, or did not rise in 100 values or
-    more; over 3 values if it was lost within as many. If completions grew until at least 98% are
-    cut, 30 values without a gain of reward are enough. A run that learns while all completions have
-    full length is not reported.
+    more; over 2 or 3 values if it was lost within as many. If completions grew until at least 98%
+    are cut, 30 values without a gain of reward are enough. A run that learns while all completions
+    have full length is not reported.
     """
 
     name = "truncation"
@@ -538,7 +542,7 @@ class RewardJumpWatcher(PostTrainingWatcher):
 
     Five values are above the 20 before them, by eight standard deviations, three times the largest
     change before and a quarter of the earlier range, and half of that rise is in one step. While
-    the reward mostly does not change, the detector abstains.
+    the reward mostly does not change, or is not logged at each step, the detector abstains.
     """
 
     name = "reward_jump"
@@ -547,7 +551,7 @@ class RewardJumpWatcher(PostTrainingWatcher):
     def __init__(self, config: PostTrainingConfig | None = None) -> None:
         super().__init__(config)
         self._values: deque[float] = deque(maxlen=_JUMP_VALUES)
-        self._steps: deque[int] = deque(maxlen=_JUMP)
+        self._steps: deque[int] = deque(maxlen=_JUMP + 1)
 
     def _restarted(self, merged: MergedStep) -> None:
         """Compare no rewards with those of another attempt or process of the policy."""
@@ -581,6 +585,7 @@ class RewardJumpWatcher(PostTrainingWatcher):
         )
         rise = level - first
         is_sudden = after[0] - before[-1] >= _IN_ONE_STEP * rise
+        is_sudden = is_sudden and self._steps[1] == self._steps[0] + 1
         if rise <= 0.0 or rise < least or min(after) <= max(before[-_CALM:]) or not is_sudden:
             return ()
         for _ in before:
@@ -592,5 +597,5 @@ class RewardJumpWatcher(PostTrainingWatcher):
             '`monitor.expect("new reward")`; if not, read the completions with the highest rewards'
         )
         return self._report(
-            merged.step, reason, value=level, limit=first + least, onset_step=self._steps[0]
+            merged.step, reason, value=level, limit=first + least, onset_step=self._steps[1]
         )

@@ -17,6 +17,8 @@ from trainvitals.detect.posttraining.base import (
 from trainvitals.detect.posttraining.settings import PostTrainingConfig
 from trainvitals.records import Finding
 
+_TIMES_USUAL = 3.0
+"""Multiple of the highest level of the gap from which two values are enough."""
 _TOO_LARGE = (
     ". Likely causes: a learning rate that is too high, too many updates per batch of samples, or "
     "samples of an old policy. Lower the learning rate or the number of updates per batch"
@@ -72,8 +74,9 @@ class PolicyRatioWatcher(PostTrainingWatcher):
 class SamplerGapWatcher(PostTrainingWatcher):
     """Reports a sampler whose log-probabilities differ from the trainer's.
 
-    The mean absolute difference per token is at least 0.1, as a median of five values or twice in a
-    row. Without it the detector abstains.
+    The mean absolute difference per token is at least 0.1, as a median of five values; twice in a
+    row is enough if both are three times as high as any median so far. Without it the detector
+    abstains.
     """
 
     name = "sampler_gap"
@@ -93,8 +96,9 @@ class SamplerGapWatcher(PostTrainingWatcher):
         level = None if gap is None else self._gap.add(gap, merged.step)
         if level is None:
             return ()
-        limit = self._config.sampler_gap
-        level = max(level, self._gap.lowest_of_latest)
+        limit, latest = self._config.sampler_gap, self._gap.lowest_of_latest
+        if latest >= _TIMES_USUAL * (self._gap.highest or 0.0):
+            level = max(level, latest)
         if level < limit:
             return self._end_condition()
         reason = (

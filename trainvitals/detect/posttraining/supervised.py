@@ -29,6 +29,10 @@ _FALLEN = 0.75
 """The same between both: of a smaller fall the evaluation shows nothing."""
 _SLOW = 1.0 / 3.0
 """Largest fall of the logarithm of the evaluation loss meanwhile, as a part of its own."""
+_MOST_RISE = 0.5
+"""Largest rise of the loss within an epoch, as a part of the drop at the start of the next one."""
+_STALLED = 0.95
+"""Part of the evaluation loss before it that the latest one is at least: it hardly improves."""
 _SHARP = 0.6
 """Part of the loss after the start of an epoch that only rows from memory explain."""
 _START = 5
@@ -101,7 +105,9 @@ class EpochDrops(Stateful):
         """Compare the start of an epoch of the fine-tuning with the end of the one before."""
         (end, fall, noise), start = self._end, upper_median(self._first)
         drop = end - start
-        if drop >= max(least * end, _SIGMAS * noise) and drop > 0.0:
+        # A loss that rises within the epoch by as much is that of sorted rows.
+        is_sorted = -fall > _MOST_RISE * drop
+        if drop >= max(least * end, _SIGMAS * noise) and drop > 0.0 and not is_sorted:
             # In the first epoch the model learns; later ones must be flat between the drops.
             self.drops = [*self.drops[-2:], end, start] if drop >= fall else [end, start]
         else:
@@ -114,9 +120,9 @@ class MemorizedWatcher(PostTrainingWatcher):
     The evaluation loss is 5% above its best (at least 0.05 nats). And the training loss is at most
     0.4 of it while the evaluation is at least 0.5, or it falls in a step at the start of each epoch
     and not in between. Two signs are reported before that rise: a training loss at most 0.4 of the
-    evaluation that was halved since the evaluation before it, three times as fast as they fell; and
-    a drop by 40% at the start of an epoch, while the evaluation is not at its best. Without
-    evaluations only a training loss of at most 0.05 from the first step on is reported: such a run
+    evaluation that was halved since the evaluation before it, while the evaluation fell by less
+    than 5%; and a drop by 40% at the start of an epoch, with an evaluation 2.5% above its best.
+    Without evaluations only a training loss of at most 0.05 from the first step on is reported: such a run
     has nothing to learn.
     """
 
@@ -159,10 +165,9 @@ class MemorizedWatcher(PostTrainingWatcher):
         super()._restarted(merged)
         self._recent.clear()
         self._before.clear()
-        self._ahead_of = None
         self._drops.clear()
         if merged.step <= self._best_step:
-            self._evaluated = self._best = None
+            self._evaluated = self._best = self._ahead_of = None
         self._is_known = self._is_known and merged.step > self._start_at
         self._is_start_judged = True
 
@@ -181,15 +186,16 @@ class MemorizedWatcher(PostTrainingWatcher):
         """Judge training loss and evaluation loss of a logged step of SFT."""
         loss, evaluated = quantity(merged, names.LOSS), quantity(merged, names.EVAL_LOSS)
         epoch = quantity(merged, names.EPOCH)
+        if loss is not None:
+            self._recent.append(loss)
         if evaluated is not None:
             self._evaluated = evaluated
             if self._best is None or evaluated < self._best:
                 self._best, self._best_step = evaluated, merged.step
+            if len(self._recent) == self._config.window:
+                self._before = [*self._before[-1:], [evaluated, upper_median(self._recent)]]
         if loss is None:
             return () if evaluated is None else self._overfit(merged)
-        self._recent.append(loss)
-        if evaluated is not None and len(self._recent) == self._config.window:
-            self._before = [*self._before[-1:], [evaluated, upper_median(self._recent)]]
         if epoch is not None:
             self._last_epoch = epoch
             self._drops.add(loss, epoch, self._config.epoch_drop)
@@ -239,10 +245,12 @@ class MemorizedWatcher(PostTrainingWatcher):
         # An evaluation that is near 0 itself is that of an easy task.
         is_easy = evaluated < config.easy_loss
         is_far = level <= config.memorized_part * evaluated and not is_easy
-        is_sharp = evaluated > best and any(start <= _SHARP * end for end, start in drops)
+        is_sharp = evaluated - best >= config.eval_rise / 2 * max(best, 1.0) and any(
+            start <= _SHARP * end for end, start in drops
+        )
         has_drops = is_sharp or (is_worse and len(drops) >= _NUM_DROPS)
         if not has_drops and not (is_worse and is_far):
-            return self._ahead(merged, level, evaluated) if is_far else self._end_condition()
+            return self._ahead(merged, level, evaluated, is_far=is_far)
         rise = (
             f"the evaluation loss rose from {best:.4g} at step {self._best_step} to {evaluated:.4g}"
         )
@@ -259,15 +267,18 @@ class MemorizedWatcher(PostTrainingWatcher):
             )
         return self._begin_memorized(merged, level, evaluated, f"while {rise}")
 
-    def _ahead(self, merged: MergedStep, level: float, evaluated: float) -> tuple[Finding, ...]:
-        """Report a training loss that falls far faster than the evaluation loss.
+    def _ahead(
+        self, merged: MergedStep, level: float, evaluated: float, *, is_far: bool
+    ) -> tuple[Finding, ...]:
+        """Report a training loss that falls while the evaluation loss stays.
 
         Args:
             merged: the logged step of SFT.
-            level: level of the training loss, far below the evaluation loss.
+            level: level of the training loss.
             evaluated: latest evaluation loss.
+            is_far: whether the training loss is far below the evaluation loss.
         """
-        if self._is_ahead(level):
+        if is_far and self._is_ahead(level):
             self._ahead_of = evaluated if self._ahead_of is None else self._ahead_of
             (earlier, level_before), _ = self._before
             course = (
@@ -284,13 +295,13 @@ class MemorizedWatcher(PostTrainingWatcher):
     def _is_ahead(self, level: float) -> bool:
         """Return whether the training loss left the evaluation loss of SFT behind.
 
-        The evaluation may be many steps old: it is assumed to fall on as it fell, compared with the
-        training loss, between the latest two.
+        The latest evaluation hardly improved, but may be many steps old: it is assumed to fall on
+        as it fell, compared with the training loss.
         """
         if len(self._before) < _NUM_BEFORE or level > _HALVED * self._before[0][1]:
             return False
         (first, level_first), (second, level_second) = self._before
-        if not 0.0 < level_second <= _FALLEN * level_first:
+        if second < _STALLED * first or not 0.0 < level_second <= _FALLEN * level_first:
             return False
         part = max(math.log(first / second) / math.log(level_first / level_second), 0.0)
         expected = second * min(max(level, 0.0) / level_second, 1.0) ** part
