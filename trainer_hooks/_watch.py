@@ -132,8 +132,8 @@ def watch(
             state is kept for ``monitor.restore_best()``.
         loss_kind: ``minimize`` for a loss that should fall. With ``rl`` (a policy loss) and
             ``adversarial`` (a GAN loss) the loss never withholds an update, and its level is only
-            reported; gradient norms are judged as usual. None: that of ``task``, otherwise
-            ``minimize`` for one model, ``adversarial`` for several.
+            reported; gradient norms are judged as usual, with ``rl`` by ten times the limit. None:
+            that of ``task``, otherwise ``minimize`` for one model, ``adversarial`` for several.
         task: kind of a post-training run: ``sft``, ``dpo``, ``cpo``, ``orpo``, ``kto``,
             ``reward_model``, ``grpo``, ``rloo`` or ``ppo``. Its scalars (``monitor.observe``) are
             then judged, such as reward, entropy and KL divergence. None: they are not.

@@ -490,7 +490,7 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="RowsMemorized",
         severity="notify",
         point=True,
-        help="SFT memorizes its rows: the training loss falls, while the evaluation loss rises.",
+        help="SFT memorizes its rows: the training loss falls, while the evaluation loss does not.",
         to_do="Use the checkpoint with the best evaluation; train for fewer epochs or on more "
         "rows, and look for rows that contain their answer.",
     ),

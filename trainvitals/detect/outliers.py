@@ -255,10 +255,11 @@ class OutlierConfig(Settings, frozen=True, kw_only=True):
     sigmas: AboveZero = 8.0
     """Robust standard deviations (1.4826 MAD) by which the loss must also be above the median."""
     grad_norm_ratio: AboveOne = 100.0
-    """Multiple of the median gradient norm; single steps of healthy runs reach 30 times."""
+    """Multiple of the median gradient norm; single steps of healthy runs reach 30 times. In
+    reinforcement learning the limit is ten times as high."""
     grad_norm_first: AboveZero = 100.0
-    """Multiple of the run's first norms that the norm must also exceed: if a set is learned by
-    heart the median is next to nothing, and healthy spikes reach 30 times the first norms."""
+    """Multiple of the run's first norms that the norm must also exceed, as above: if a set is learned
+    by heart the median is next to nothing, and healthy spikes reach 30 times the first norms."""
     first: AtLeastOne = 20
     """Steps whose median is the run's first value."""
     absurd: Annotated[float, Meta(ge=100.0)] = 1e5

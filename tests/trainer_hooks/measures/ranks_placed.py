@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import trainer_hooks
 
 PLACES = ("data_wait", "before_forward", "forward", "backward", "after_backward", "optimizer")
+NUM = 2 * len(PLACES)
+"""Steps in which a rank is late."""
 LATE = 0.06
 
 
@@ -55,14 +57,14 @@ class Optimizer(torch.optim.SGD):
 
 
 def train(kind: str, folder: Path, rank: int, *, micro: int = 1) -> dict[str, Any]:
-    """Train two steps for each place, after two without any sleep; return the errors swallowed."""
+    """Train two steps for each place, two before and one after; return the errors swallowed."""
     place = folder / kind
     place.mkdir(exist_ok=True)
     os.environ["VITALS_SHM"] = str(place)
     now = -2
 
     def at(where: str) -> None:
-        if rank == 1 and now >= 0 and PLACES[now // 2] == where:
+        if rank == 1 and 0 <= now < NUM and PLACES[now // 2] == where:
             time.sleep(LATE)
 
     model: nn.Module = Network(at)
@@ -95,7 +97,7 @@ def train(kind: str, folder: Path, rank: int, *, micro: int = 1) -> dict[str, An
             at("after_backward")
             monitor.step(loss)
             now += 1
-            if now == 2 * len(PLACES):
+            if now > NUM:  # one more step, in which the other waits for the last late one
                 break
     left = [*model._forward_hooks.values(), *model._forward_pre_hooks.values()]
     return {

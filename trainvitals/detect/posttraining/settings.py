@@ -78,8 +78,8 @@ class PostTrainingConfig(Settings, frozen=True, kw_only=True):
     easy_loss: AboveZero = 0.5
     """Evaluation loss of SFT below which the task is easy, and no row counts as memorized."""
     memorized_part: Share = 0.4
-    """Largest part of the evaluation loss that the training loss of memorized rows is. The
-    evaluation loss must have risen."""
+    """Largest part of the evaluation loss that the training loss of memorized rows is, while the
+    evaluation loss rises or stays."""
     eval_rise: AboveZero = 0.05
     """Rise of the evaluation loss above its best that counts, as a part of it, and in nats."""
     epoch_drop: Share = 0.1

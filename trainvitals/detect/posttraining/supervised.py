@@ -1,6 +1,6 @@
 """Problems of supervised fine-tuning (SFT): memorized rows, a lost base model, wrong labels.
 
-A low training loss is also that of an easy task, so it is reported only if an evaluation disagrees.
+A low training loss is also that of an easy task, so it is compared with an evaluation.
 """
 
 import math
@@ -122,8 +122,8 @@ class MemorizedWatcher(PostTrainingWatcher):
     and not in between. Two signs are reported before that rise: a training loss at most 0.4 of the
     evaluation that was halved since the evaluation before it, while the evaluation fell by less
     than 5%; and a drop by 40% at the start of an epoch, with an evaluation 2.5% above its best.
-    Without evaluations only a training loss of at most 0.05 from the first step on is reported: such a run
-    has nothing to learn.
+    Without evaluations only a training loss of at most 0.05 from the first step on is reported:
+    such a run has nothing to learn.
     """
 
     name = "memorized"
