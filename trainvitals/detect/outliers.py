@@ -258,7 +258,7 @@ class OutlierConfig(Settings, frozen=True, kw_only=True):
     """Multiple of the median gradient norm; single steps of healthy runs reach 30 times. In
     reinforcement learning the limit is ten times as high."""
     grad_norm_first: AboveZero = 100.0
-    """Multiple of the run's first norms that the norm must also exceed, as above: if a set is learned
+    """Multiple of the run's first norms that the norm must also exceed: if a set is learned
     by heart the median is next to nothing, and healthy spikes reach 30 times the first norms."""
     first: AtLeastOne = 20
     """Steps whose median is the run's first value."""
