@@ -105,7 +105,7 @@ class EpochDrops(Stateful):
         """Compare the start of an epoch of the fine-tuning with the end of the one before."""
         (end, fall, noise), start = self._end, upper_median(self._first)
         drop = end - start
-        # A loss that rises within the epoch by as much is that of sorted rows.
+        # Sorted rows have a loss that rises within the epoch.
         is_sorted = -fall > _MOST_RISE * drop
         if drop >= max(least * end, _SIGMAS * noise) and drop > 0.0 and not is_sorted:
             # In the first epoch the model learns; later ones must be flat between the drops.
