@@ -21,9 +21,8 @@ ignores duplicates. With several collectors on one database, each run has one ow
 """
 
 import logging
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, groupby, islice, repeat
+from itertools import chain, groupby, islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -106,15 +105,15 @@ Named = Mapping[int, Principal]
 """Sender of a batch by the batch's ``id``, for senders that may not write to all runs."""
 
 
-class BatchSummary(NamedTuple):
-    """Data about one batch's rows for the database."""
+class RowsSummary(NamedTuple):
+    """Data about batches' rows for the database; the lists have one item per batch."""
 
-    measured: int
-    """Validity bits: column i has a value in some row."""
-    newest_unix_ns: int
+    newest_unix_ns: list[int]
     """Time of the last row."""
-    last: tuple[int | float | str | None, ...] | None
+    last: list[tuple[int | float | str | None, ...] | None]
     """The latest row of a rank's steps with the columns of ``LAST``; None in other streams."""
+    measured: set[tuple[str, str, str]]
+    """Run, stream and name of each column that has a value in some row."""
 
 
 LAST = ("last_step", "last_attempt", "last_step_unix_ns", "loss", "grad_norm")
@@ -632,11 +631,10 @@ def _check_offset(batch: Batch, offset: StreamOffset | None, principal: Principa
             f"not {identity.source}",
             hint="each start of each source makes an incarnation of its own",
         )
-    begun_with = offset.token_id, offset.writer_key_hash
-    if begun_with != (principal.token_id, principal.writer_key_hash) and (
-        error := _foreign_incarnation_error(identity, principal, begun_with)
-    ):
-        raise error
+    if offset.token_id != principal.token_id or offset.writer_key_hash != principal.writer_key_hash:
+        begun_with = offset.token_id, offset.writer_key_hash
+        if error := _foreign_incarnation_error(identity, principal, begun_with):
+            raise error
     return offset
 
 
@@ -873,13 +871,31 @@ def check_batches(raws: Sequence[bytes]) -> list[Checked]:
     return checked
 
 
-def summarize(batches: Sequence[Batch]) -> list[BatchSummary]:
-    """Return the data about each received batch's rows."""
-    summaries: dict[int, BatchSummary] = {}
+def summarize(batches: Sequence[Batch]) -> RowsSummary:
+    """Return the data about received batches' rows."""
+    summary = RowsSummary([0] * len(batches), [None] * len(batches), set())
     for schema, which in _by_schema(batches):
-        of_schema = _summarize_batches(schema, [batches[i] for i in which])
-        summaries |= zip(which, of_schema, strict=True)
-    return [summaries[i] for i in range(len(batches))]
+        of_schema = [batches[i] for i in which]
+        rows, starts, counts = _join_rows(schema, of_schema)
+        times, validity_bits = column_of(schema, rows, "time_unix_ns")[0], rows["validity"]
+        newest_rows = rows
+        if len(rows) > len(of_schema):
+            times = np.maximum.reduceat(times, starts)
+            validity_bits = np.bitwise_or.reduceat(validity_bits, starts, axis=0)
+            newest_rows = rows[starts + counts - 1]
+        for i, newest_ns in zip(which, times.tolist(), strict=True):
+            summary.newest_unix_ns[i] = newest_ns
+        if schema.stream == "steps":
+            for i, last in zip(which, _last_step_values(schema, newest_rows), strict=True):
+                summary.last[i] = last
+        run_ids = [batch.header.identity.run_id for batch in of_schema]
+        summary.measured.update(
+            (run_id, schema.stream, remove_nul(column.name))
+            for run_id, measured in set(zip(run_ids, _validity_as_ints(validity_bits), strict=True))
+            for i, column in enumerate(schema.columns)
+            if measured >> i & 1
+        )
+    return summary
 
 
 def _by_schema(batches: Sequence[Batch]) -> Iterator[tuple[Schema, list[int]]]:
@@ -892,24 +908,6 @@ def _by_schema(batches: Sequence[Batch]) -> Iterator[tuple[Schema, list[int]]]:
         yield batches[which[0]].header.stream_schema, which
 
 
-def _summarize_batches(schema: Schema, batches: Sequence[Batch]) -> list[BatchSummary]:
-    """Return the data about the rows of batches of one schema."""
-    rows, starts, counts = _join_rows(schema, batches)
-    validity_bits = np.bitwise_or.reduceat(rows["validity"], starts, axis=0)
-    times = column_of(schema, rows, "time_unix_ns")[0]
-    newest = np.maximum.reduceat(times, starts).tolist()
-    is_steps = schema.stream == "steps"
-    last = (
-        _last_step_values(schema, rows[starts + counts - 1])
-        if is_steps
-        else repeat(None, len(batches))
-    )
-    return [
-        BatchSummary(*fields)
-        for fields in zip(_validity_as_ints(validity_bits), newest, last, strict=True)
-    ]
-
-
 def _last_step_values(
     schema: Schema, rows: npt.NDArray[np.void]
 ) -> Iterator[tuple[int | float | str | None, ...]]:
@@ -919,13 +917,12 @@ def _last_step_values(
     ]
     for name in ("loss", "grad_norm"):
         values, is_valid = column_of(schema, rows, name)
-        is_shown = is_valid if values.dtype.kind in "fi" else is_valid & False
-        columns.append(
-            [
-                None if not shown else "nan" if math.isnan(value) else float(value)
-                for value, shown in zip(values.tolist(), is_shown.tolist(), strict=True)
-            ]
-        )
+        is_number = values.dtype.kind in "fi"
+        numbers = values.astype(np.float64) if is_number else np.full(len(rows), np.nan)
+        shown: list[Any] = numbers.tolist()
+        for i in np.flatnonzero(np.isnan(numbers) | ~is_valid).tolist():
+            shown[i] = "nan" if is_number and is_valid[i] else None
+        columns.append(shown)
     return zip(*columns, strict=True)
 
 
@@ -1005,10 +1002,12 @@ def _record_batches(
     """Record stored batches: the streams' offsets and columns, and the sources' activity."""
     batches = [batch for batch, _ in accepted]
     offsets = [offset for _, offset in accepted]
-    summaries = summarize(batches)
-    for offset, summary in zip(offsets, summaries, strict=True):
-        newest = min(summary.newest_unix_ns, received_unix_ns or summary.newest_unix_ns)
-        offset.last_unix_ns = max(newest, offset.last_unix_ns)
+    summary = summarize(batches)
+    for offset, newest_ns in zip(offsets, summary.newest_unix_ns, strict=True):
+        if received_unix_ns and newest_ns > received_unix_ns:
+            newest_ns = received_unix_ns
+        if newest_ns > offset.last_unix_ns:
+            offset.last_unix_ns = newest_ns
     moved = {id(offset): offset for offset in offsets}  # batches of a stream share one offset
     parameters = [
         (*o.key, o.last_seq, o.num_lost, o.last_unix_ns, o.noted_seq, o.expected_seq)
@@ -1016,8 +1015,8 @@ def _record_batches(
     ]
     if len(moved) != _MOVE.execute(connection, parameters):
         raise _StaleOffsetError  # before any row refers to a removed run
-    _note_columns(connection, batches, summaries)
-    _note_sources(connection, offsets, summaries, received_unix_ns)
+    _note_columns(connection, summary.measured)
+    _note_sources(connection, offsets, summary, received_unix_ns)
     processes = [
         (header.identity.run_id, schema, rows_of(schema, batch.rows))
         for batch in batches
@@ -1027,24 +1026,11 @@ def _record_batches(
         projections.note_processes(connection, processes)
 
 
-def _note_columns(
-    connection: Connection, batches: Sequence[Batch], summaries: Sequence[BatchSummary]
-) -> None:
+def _note_columns(connection: Connection, names: set[tuple[str, str, str]]) -> None:
     """Write the measured columns of stored batches; mostly known, so that nothing is written."""
-    schemas = {id(batch.header.stream_schema): batch.header.stream_schema for batch in batches}
-    measured_bits = {
-        (batch.header.identity.run_id, id(batch.header.stream_schema), summary.measured)
-        for batch, summary in zip(batches, summaries, strict=True)
-    }
-    names = {
-        (run_id, schemas[which].stream, remove_nul(column.name))
-        for run_id, which, measured in measured_bits
-        for i, column in enumerate(schemas[which].columns)
-        if measured >> i & 1
-    }
     table = measured_columns.c
     query = select(table.run_id, table.stream, table.name)
-    about_runs = sorted({run_id for run_id, _, _ in measured_bits})
+    about_runs = sorted({run_id for run_id, _, _ in names})
     named = connection.execute(query.where(table.run_id.in_(about_runs))).all()
     if new := sorted(names.difference(map(tuple, named))):
         connection.execute(
@@ -1056,13 +1042,15 @@ def _note_columns(
 def _note_sources(
     connection: Connection,
     offsets: Sequence[StreamOffset],
-    summaries: Sequence[BatchSummary],
+    summary: RowsSummary,
     received_unix_ns: int,
 ) -> None:
     """Record the time of each writer's latest rows, and the latest step of a rank."""
     heard: dict[tuple[str, str], int] = {}
     newest: dict[tuple[str, str], tuple[int | float | str | None, ...]] = {}
-    for offset, (_, newest_unix_ns, last) in zip(offsets, summaries, strict=True):
+    for offset, newest_unix_ns, last in zip(
+        offsets, summary.newest_unix_ns, summary.last, strict=True
+    ):
         writer = offset.key[:2]
         if heard.setdefault(writer, newest_unix_ns) < newest_unix_ns:
             heard[writer] = newest_unix_ns

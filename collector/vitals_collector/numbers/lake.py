@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from trainvitals.errors import StorageError
 from trainvitals.rows import Schema
@@ -214,17 +215,20 @@ class Lake(OpenLake):
         states = self.catalogue.states({batch.header.identity.run_id for batch in batches})
         num_new, parts = [], list[NewRows]()
         for batch in batches:
-            header, key = batch.header, _stream_key(batch)
-            first, end = header.first_seq, header.first_seq + header.num_rows
+            header = batch.header
+            identity, first = header.identity, header.first_seq
+            end = first + header.num_rows
+            writer = identity.incarnation, header.stream_schema.stream
+            key = (identity.run_id, *writer)
             stream, state = taken.get(key), states[key[0]]
-            if stream is None and not state.holes and first == state.marks.get(key[1:], -1) + 1:
+            if stream is None and not state.holes and first == state.marks.get(writer, -1) + 1:
                 parts.append(NewRows(batch, 0, header.num_rows))  # nearly always
                 num_new.append(header.num_rows)
-                taken[key] = _StreamState(header.identity.source, end - 1, [])
+                taken[key] = _StreamState(identity.source, end - 1, [])
                 continue
             if stream is None:
-                mark, holes = state.marks.get(key[1:], -1), state.holes.get(key[1:], [])
-                stream = _StreamState(header.identity.source, mark, holes)
+                mark, holes = state.marks.get(writer, -1), state.holes.get(writer, [])
+                stream = _StreamState(identity.source, mark, holes)
             new = stream.missing_seqs(first, end) if stream.holes else []
             filled = stream.without(new) if new else stream
             if end - 1 > stream.mark:
@@ -442,13 +446,7 @@ class Lake(OpenLake):
             self.catalogue.forget_run(run_id)
 
 
-def _stream_key(batch: Batch) -> StreamKey:
-    """Return the key by which the lake numbers the rows of a batch's stream."""
-    header = batch.header
-    return header.identity.run_id, header.identity.incarnation, header.stream
-
-
-class _StreamState(NamedTuple):
+class _StreamState(msgspec.Struct, frozen=True, gc=False):
     """A stream's state after a commit."""
 
     source: str
@@ -469,9 +467,8 @@ class _StreamState(NamedTuple):
             sides = [((low, min(high, first)), (max(low, end), high)) for low, high in holes]
             holes = [side for both in sides for side in both if side[0] < side[1]]
         first = min(low for low, _ in filled)
-        return self._replace(
-            holes=holes, filled=first if self.filled is None else min(first, self.filled)
-        )
+        filled_from = first if self.filled is None else min(first, self.filled)
+        return _StreamState(self.source, self.mark, holes, filled_from)
 
 
 def _column_types_by_run(

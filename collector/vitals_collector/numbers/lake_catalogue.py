@@ -15,8 +15,9 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from hashlib import blake2b
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -60,17 +61,12 @@ Places = dict[tuple[str, str], str]
 """By a column's name and type, the name of the table's column that holds it."""
 
 
-class NewRows(NamedTuple):
+class NewRows(msgspec.Struct, frozen=True, gc=False):
     """Rows of a batch that are new."""
 
     batch: Batch
     start: int
     end: int
-
-    @property
-    def num_rows(self) -> int:
-        """Return the number of the batch's rows that are new to the lake."""
-        return self.end - self.start
 
 
 def by_schema(parts: Sequence[NewRows]) -> Iterator[list[NewRows]]:
@@ -100,16 +96,16 @@ def to_arrow(group: Sequence[NewRows], runs: Mapping[str, int], places: Places) 
     """Return new rows of one schema as an Arrow table for the lake."""
     schema = group[0].batch.header.stream_schema
     size = schema.row_size
+    counts = np.array([part.end - part.start for part in group])
     raw = b"".join(
         [
-            batch.rows
-            if end - start == batch.header.num_rows
-            else batch.rows[start * size : end * size]
-            for batch, start, end in group
+            part.batch.rows
+            if num_rows == part.batch.header.num_rows
+            else part.batch.rows[part.start * size : part.end * size]
+            for part, num_rows in zip(group, counts.tolist(), strict=True)
         ]
     )
     rows = np.frombuffer(raw, schema.dtype)
-    counts = np.array([part.num_rows for part in group])
     writers = [part.batch.header.identity for part in group]
     columns: dict[str, pa.Array] = {
         "run": _repeated([runs[w.run_id] for w in writers], counts, pa.int64()),
