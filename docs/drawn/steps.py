@@ -52,14 +52,16 @@ def _float(value: Value) -> float | None:
 
 
 def learning_rate() -> list[Panel]:
-    """A jump, a schedule lost at a resume; warm restarts, a step decay."""
+    """A jump, a climb, a schedule lost at a resume; warm restarts, a step decay."""
     cosine = [_warm_cosine(i, 240) for i in range(240)]
     jump = [rate * (4.0 if i >= 150 else 1.0) for i, rate in enumerate(cosine)]
+    climb = [rate * 1.04 ** max(i - 120, 0) for i, rate in enumerate(cosine)]
     resumed = [_warm_cosine(i - 150 if i >= 150 else i, 240) for i in range(240)]
     restarts = [_warm_cosine(i if i < 80 else (i - 80) % 60 + 20, 80) for i in range(240)]
     decay = [3e-4 * 0.1 ** (i // 80) * min(1.0, (i + 1) / 20) for i in range(240)]
     return [
         _rates("four times as high from step 150 on", jump, "learning_rate"),
+        _rates("multiplied by 1.04 in every step from step 121 on", climb, "learning_rate"),
         _rates("resumed at step 150, the schedule starts again", resumed, "learning_rate", 150),
         _rates("silent: warm restarts", restarts),
         _rates("silent: a step decay", decay),
@@ -294,8 +296,8 @@ ENTRIES = (
         name="learning_rate",
         title="Learning rate",
         owner=optimizer.LearningRateWatcher,
-        needs="`learning_rate` of rank 0. For jumps: a finished warm-up. For a forgotten schedule: "
-        "an earlier attempt.",
+        needs="`learning_rate` of rank 0. For jumps and climbs: a finished warm-up. For a "
+        "forgotten schedule: an earlier attempt.",
         examples=learning_rate,
         config=optimizer.LearningRateConfig,
     ),

@@ -302,6 +302,19 @@ def test_a_batch_that_is_repeated_is_told_once_with_its_first_step(seed: int) ->
     assert 428 <= finding.step <= 448 and abs(finding.onset_step - 400) <= 3
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("begin", range(400, 416, 3))
+def test_a_repeated_batch_whose_loss_rises_once_is_reported_once(begin: int, seed: int):
+    repeated = [2.0 * math.exp(-i / 60.0) for i in range(35)]
+    repeated += [2.0 * math.exp(-i / 60.0) for i in range(33, 66)]  # a router changed its mind
+    (finding,) = [
+        f
+        for f in findings(noisy(learned(begin), 0.05, seed) + repeated + [0.66] * 32)
+        if f.cause == "repeated_batch"
+    ]
+    assert begin + 31 <= finding.step <= begin + 50 and abs(finding.onset_step - begin) <= 3
+
+
 @pytest.mark.parametrize(
     "course",
     [

@@ -176,7 +176,7 @@ IN_CHECKPOINTS = {
 
 IN_STORES = {
     "learning_rate": (
-        "place steps rates last peak rows_since_peak flags zeros is_decayed episodes"
+        "place steps rates last peak rows_since_peak flags zeros is_decayed episodes climb"
     ),
     "weight_decay": "place last highest rows_since_highest is_resumed episode",
     "loss_scale": "place scale count bits rows before episodes",

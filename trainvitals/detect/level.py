@@ -798,25 +798,30 @@ class ProgressDetector(Detector):
         It began within the range of the losses before: a loss that falls back from a jump, or from
         its start, may fall as evenly.
         """
-        row = _length_of_fall(losses)
+        # Dropout or a router may raise a loss: the row may have ended since the last check.
+        end = max(len(losses) - _PROGRESS_EVERY + 1, 1)
+        while end < len(losses) and losses[end] < losses[end - 1]:
+            end += 1
+        row = _length_of_fall(losses[:end])
         if row < _REPEATED:
             self._repeats = False
             return ()
-        before = losses[: -row - 1]
+        before = losses[: end - row - 1]
         if self._repeats or len(before) < _BEFORE:
             return ()
-        longest = max(_length_of_fall(before[:end]) for end in range(1, len(before) + 1))
-        if longest >= _BY_CHANCE or losses[-row] > max(before[-_LEVEL:]):
+        longest = max(_length_of_fall(before[:num]) for num in range(1, len(before) + 1))
+        if longest >= _BY_CHANCE or losses[end - row] > max(before[-_LEVEL:]):
             return ()
         self._repeats = True
+        first = losses[end - row - 1]
         reason = (
-            f"the loss fell at each of the last {row} steps, and before that at no more than "
-            f"{longest} in a row: check whether the loader repeats one batch"
+            f"the loss fell at each of {row} steps in a row, and before that at no more than "
+            f"{longest}: check whether the loader repeats one batch"
         )
         return self._report(
             record.step, reason, kind="collapse", cause="repeated_batch", value=losses[-1],
-            limit=losses[-row - 1], severity=self._severity_below(losses[-row - 1]),
-            onset_step=max(record.step - row, 0),
+            limit=first, severity=self._severity_below(first),
+            onset_step=max(record.step - row - (len(losses) - end), 0),
         )  # fmt: skip
 
     # ---------------------------------------------------------------------- never learned

@@ -78,6 +78,50 @@ def test_a_glitch_of_one_step_does_not_hide_the_next_jump() -> None:
     assert {50: ["lr_jump"], 251: ["lr_jump"]} == causes(watched(LearningRateWatcher(), course))
 
 
+_CREEP = " ".join(f"{1e-3 * 1.03**i:.6g}" for i in range(80))
+_FOLLOWS_KL = " ".join(f"{1e-5 * 1.5 ** abs(i % 34 - 17):.6g}x3" for i in range(6, 200))
+"""A rate between 1e-5 and 1e-2 that is multiplied or divided by 1.5, as in RL for robots."""
+
+
+@pytest.mark.parametrize(
+    ("course", "reported"),
+    [
+        (f"0..1e-3x50 1e-3x200 {_CREEP}", [288]),
+        (f"1e-3..1e-4x200 {_CREEP}", [238]),
+        (f"0..1e-3x50 1e-3x200 {_CREEP.replace(' ', 'x2 ')}", [326]),
+        (f"0..1e-3x50 1e-3x200 {_CREEP} 1e-3x200 {_CREEP} 1e-3x200", [288]),
+        # continued warm-ups, and those that start late
+        (f"0..1e-3x50 1e-3x50 {_CREEP}", []),
+        (f"1e-3x300 {_CREEP}", []),
+        ("1e-5x300 1e-5..1e-3x300 1e-3x100", []),
+        ("0x300 1e-5..1e-3x300 1e-3x100; learning_rate.1 0.1x700", []),
+        ("2e-4x150 4e-4x150 6e-4x150 8e-4x150 1e-3x150", []),
+        ("0..1e-3x50 1e-3x150 2e-3x150 4e-3x150 8e-3x150", []),
+        # rates that the run has trained with before
+        ("1e-4..1e-3x200 1e-3..1e-4x200 " * 3, []),
+        ("0..1e-3x50 1e-3..1e-5x300 1e-5..1e-3x300", []),
+        (f"1e-3x50 {_FOLLOWS_KL}", []),
+        # announced
+        (f"0..1e-3x50 1e-3x200 {_CREEP}; verdict 0x250 {RATE_DECLARED}x80", []),
+        (f"0..1e-3x50 1e-3x200 {_CREEP}; verdict 0x280 {CHANGE_EXPECTED}x10 0x40", [327]),
+    ],
+)
+def test_only_a_rate_that_climbs_far_above_all_earlier_ones_is_reported(
+    course: str, reported: list[int]
+) -> None:
+    found = watched(LearningRateWatcher(), f"learning_rate {course}")
+    assert [(step, "lr_climb") for step in reported] == [(f.step, f.cause) for f in found]
+
+
+def test_a_climb_names_its_numbers_and_its_first_step() -> None:
+    (finding,) = watched(LearningRateWatcher(), f"learning_rate 0..1e-3x50 1e-3x200 {_CREEP}")
+    assert (251, 0.003) == (finding.onset_step, finding.limit)
+    assert (
+        "the learning rate rose over 38 steps to 0.003075, 3.07x its highest value before, 0.001"
+        == finding.reason
+    )
+
+
 def test_a_rate_that_never_leaves_zero_is_told() -> None:
     assert {29: ["lr_zero"]} == causes(watched(LearningRateWatcher(), "learning_rate 0x100"))
 

@@ -236,6 +236,14 @@ GONE_WRONG: dict[str, Case] = {
         within=0,
         change=lambda row: with_run(row, learning_rate=3 * row.run["learning_rate"]),
     ),
+    "the rate climbs": Case(
+        make=FleetDetectors,
+        cause="lr_climb",
+        within=250,
+        change=lambda row: with_run(
+            row, learning_rate=1.01 ** (row.step - 1199) * row.run["learning_rate"]
+        ),
+    ),
     "the rate is stuck at zero": Case(
         make=LearningRateWatcher,
         cause="lr_zero",

@@ -36,6 +36,15 @@ class LearningRateConfig(Settings, frozen=True, kw_only=True):
     decayed: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.2
     """A rate that was below this part of the highest before it became 0 has decayed: the schedule
     ended, or a log rounds to four digits. That is not reported."""
+    max_climb: Annotated[float, Meta(ge=1.1, le=1e6)] = 3.0
+    """Largest rise in small steps after the warm-up, relative to the highest rate before. Cycles
+    and restarts return to their highest rate; a batch size that grows raises it in few steps."""
+    settled_rows: Annotated[int, Meta(ge=2)] = 100
+    """Steps without a new highest rate after which the next rise counts as a new one. Before, it
+    continues the warm-up, which may pause."""
+    climb_rows: Annotated[int, Meta(ge=2)] = 30
+    """New highest rates in a rise that is reported; they are at least half of its steps. A rate
+    that follows the KL divergence of a policy rises by 1.5 per step, in fewer steps."""
     zero_rows: Annotated[int, Meta(ge=2)] = 30
     """Steps in a row at rate 0 that are reported. Fewer are normal: a scaler that starts at 2**32
     overflows about 20 times before the first update, and schedulers wait for it."""
@@ -47,11 +56,12 @@ class LearningRateConfig(Settings, frozen=True, kw_only=True):
 
 
 class LearningRateWatcher(Watcher):
-    """Finds upward jumps, a rate stuck at zero, and a schedule that a resume did not restore.
+    """Finds upward jumps and climbs, a rate stuck at zero, and a schedule that was not restored.
 
     A falling rate is never reported: a step decay divides by 10 in one step. Neither is a rate that
     the run has trained with before (a warm restart, a cycle), or that is declared: by the schedule,
-    by a scheduler given to ``watch``, or by ``monitor.expect``.
+    by a scheduler given to ``watch``, or by ``monitor.expect``. A climb is reported only if the
+    rate was lower before: a warm-up may start late, after a constant rate.
     """
 
     name = "learning_rate"
@@ -61,8 +71,9 @@ class LearningRateWatcher(Watcher):
         state_row("zeros", "_zeros", "_zero_since"),
         "_is_decayed",
         state_row("episodes", "_jumps", "_zero", "_nonfinite"),
+        state_row("climb", "_climb_from", "_climb_rows", "_num_highs", "_climbs"),
     )  # fmt: skip
-    MAY_LACK = True  # states of older versions lack ``_is_decayed``
+    MAY_LACK = True  # states of older versions lack ``_is_decayed`` and ``climb``
 
     def __init__(self, config: LearningRateConfig | None = None) -> None:
         super().__init__()
@@ -80,6 +91,10 @@ class LearningRateWatcher(Watcher):
         self._jumps = ConditionEpisode(self._config.clear_after)
         self._zero = ConditionEpisode(self._config.clear_after)
         self._nonfinite = ConditionEpisode(self._config.clear_after)
+        self._climb_from = 0.0
+        """Highest rate before the latest rise above it; 0: the warm-up is not over."""
+        self._climb_rows = self._num_highs = 0
+        self._climbs = ConditionEpisode(self._config.clear_after)
 
     @property
     def goes_on(self) -> bool:
@@ -108,9 +123,12 @@ class LearningRateWatcher(Watcher):
         """Return findings about a merged step's learning rate: jump, stuck at 0, not restored."""
         findings = self._forgotten(merged.step, rate) if self._is_resumed else ()
         last = self._last
-        is_jump = not _has_bit(merged, RATE_DECLARED | CHANGE_EXPECTED) and self._is_jump(rate)
+        is_declared = _has_bit(merged, RATE_DECLARED | CHANGE_EXPECTED)
+        is_jump = not is_declared and self._is_jump(rate)
         if self._jumps.begins(is_jump) and last is not None:
             findings += self._report_jump(merged.step, last, rate)
+        if self._climbs.begins(self._is_climb(rate, is_declared)):
+            findings += self._report_climb(merged.step, rate)
         if not is_jump:  # a lasting jump becomes normal in the next step
             self._track_peak(rate)
             self._remember(merged.step, rate)
@@ -127,6 +145,17 @@ class LearningRateWatcher(Watcher):
         limit = min(last * self._config.max_rise, 1e308)
         return self._report(step, reason, cause="lr_jump", value=rate, limit=limit)
 
+    def _report_climb(self, step: int, rate: float) -> tuple[Finding, ...]:
+        start, limit = self._climb_from, min(self._config.max_climb * self._climb_from, 1e308)
+        reason = (
+            f"the learning rate rose over {self._climb_rows} steps to {rate:.4g}, "
+            f"{rate / start:.3g}x its highest value before, {start:.4g}"
+        )
+        onset = max(0, step - self._climb_rows + 1)
+        return self._report(
+            step, reason, cause="lr_climb", value=rate, limit=limit, onset_step=onset
+        )
+
     # -------------------------------------------------------------------------------- the course
 
     def _is_jump(self, rate: float) -> bool:
@@ -135,6 +164,23 @@ class LearningRateWatcher(Watcher):
         if last is None or not self._is_warm:
             return False
         return rate > max(config.max_rise * last, 1.02 * peak)
+
+    def _is_climb(self, rate: float, is_declared: bool) -> bool:
+        """Return whether a merged step's rate rose in small steps far above the highest before.
+
+        Call before ``_track_peak``.
+        """
+        config, peak = self._config, self._peak
+        is_new = self._rows_since_peak >= config.settled_rows
+        if rate > peak and (is_declared or is_new):
+            self._climb_from = rate if is_declared else peak
+            self._climb_rows = self._num_highs = 0
+        self._num_highs += rate > peak
+        self._climb_rows += 1
+        start = self._climb_from
+        is_steady = self._num_highs >= max(config.climb_rows, self._climb_rows / 2)
+        is_climb = rate > config.max_climb * start > 0.0 and is_steady
+        return is_climb and min(self._rates, default=rate) < start
 
     def _track_peak(self, rate: float) -> None:
         """Track the highest rate of the merged steps, and whether the warm-up is over."""
