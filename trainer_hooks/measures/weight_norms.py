@@ -1,0 +1,330 @@
+"""Weight norms compared with what the optimizer can have changed: finds writes by something else.
+
+An update of Adam moves each weight by at most the learning rate times a constant of its betas, by
+the Cauchy-Schwarz inequality, so it changes the norm of a parameter with n elements by at most
+sqrt(n) times that. Zeroed or scaled weights, and flipped bits of an exponent, change it by more.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from trainer_hooks.tensors.events import AsyncCopy, copy_to
+from trainer_hooks.tensors.gradients import GradNorms, by_kind, layer_of
+
+_COST = 0.004
+"""Share of a step's time that a reading may take; steps between two readings follow from it."""
+_TWICE = 1.5
+"""Time of reading and comparing the norms, compared with reading them."""
+_MOST_STEPS = 50
+"""Maximum number of steps between two readings, and between those that show slow changes."""
+_SUDDEN, _SLOW = 0.1, 0.5
+"""Relative change of a norm that is reported: between two readings, and within ``_MOST_STEPS``."""
+_COHERENT = 1.5
+"""Multiple of the learning rate by which updates move weights in the mean of many steps: the root
+mean square of an update divided by it is about 1 if all gradients agree, and less otherwise."""
+_CLEAR = 1.5
+"""Multiple of the largest earlier change of gradients between two steps that dates a write."""
+DATED_STEPS = 100
+"""Steps whose gradients date a write: those between two readings, and earlier ones."""
+_MOST_PARAMETERS = 10_000
+_MIN_LAYERS = 4
+"""With fewer layers, there are no others that show that only some were written to."""
+_MAX_SMALL = 8192
+"""Elements up to which numpy is faster than torch."""
+_DOT_TYPES = (torch.float32, torch.float64)
+"""Types whose squares are summed on the host without a copy in another type."""
+
+Floats = NDArray[np.float64]
+
+
+class WeightNorms(NamedTuple):
+    """Squared norms of the weights before the update of a step, and how far updates move them."""
+
+    step: int
+    squares: Floats
+    rates: Floats
+    """Sum of the learning rates of all earlier updates, by parameter group."""
+    decays: Floats
+    """Sum of the shares of the weights that decay has removed, by parameter group."""
+
+
+class WeightWrite(NamedTuple):
+    """A layer whose weights something else than the optimizer has changed."""
+
+    layer: str
+    first_step: int
+    """First step that may have used the changed weights."""
+    last_step: int
+    """Step before whose update the change was read."""
+    before: float
+    """Norm of the parameter that changed most."""
+    now: float
+    most: float
+    """Maximum change of this norm by updates."""
+
+
+class WeightCheck:
+    """Reads the norms of weights, as often as is cheap, and compares each with the one before.
+
+    Call ``read`` before a step's gradients are measured, and ``find_writes`` once the step's
+    numbers have reached the host. Only for torch's Adam and AdamW, on replicated parameters.
+    """
+
+    def __init__(self, norms: GradNorms, optimizers: Sequence[Optimizer]) -> None:
+        self.norms = norms
+        names = {id(p): name for name, p in zip(norms.local_names, norms.params, strict=True)}
+        self._names: list[str] = []
+        self._params: list[Tensor] = []
+        group_of: list[int] = []
+        bounds: list[float] = []
+        owners = [(group, o) for o in optimizers for group in o.param_groups]
+        self._groups = [group for group, _ in owners]
+        for number, (group, optimizer) in enumerate(owners):
+            bound = _update_bound(optimizer, group)
+            if bound is None:
+                continue
+            for param in group["params"]:
+                if (name := names.get(id(param))) and _is_readable(param):
+                    self._names.append(name)
+                    self._params.append(param)
+                    group_of.append(number)
+                    bounds.append(bound * math.sqrt(param.numel()))
+        self._group_of, self._bounds = np.array(group_of, dtype=np.intp), np.array(bounds)
+        self._coherent = np.array([_COHERENT * math.sqrt(p.numel()) for p in self._params])
+        self._layers = [layer_of(name) for name in self._names]
+        self.is_possible = (
+            norms.replicated
+            and len(self._names) <= _MOST_PARAMETERS
+            and len(set(self._layers)) >= _MIN_LAYERS
+        )
+        self._reader = _SquareReader(self._params, norms.device)
+        self._next_step = 0
+        self._last_time = 0.0
+        self._step_seconds = self._cost_seconds = math.inf
+        """Shortest recent times: those in which nothing else interfered."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Discard all readings: the weights were replaced, or a learning rate is unknown."""
+        self._rates = np.zeros(len(self._groups))
+        self._decays = np.zeros(len(self._groups))
+        self._pending: WeightNorms | None = None
+        self._before: WeightNorms | None = None
+        self._earlier: WeightNorms | None = None
+        self._reader.discard()
+
+    def read(self, step: int, rates: Sequence[float | None]) -> None:
+        """Start to read the norms before the update of a step, if that is due.
+
+        Args:
+            step: the step.
+            rates: learning rates that its update will use, by parameter group.
+        """
+        now = time.perf_counter()
+        self._step_seconds = min(1.1 * self._step_seconds, now - self._last_time)
+        self._last_time = now
+        if step >= self._next_step and self._pending is None:
+            self._reader.start()
+            self._pending = WeightNorms(step, np.empty(0), self._rates.copy(), self._decays.copy())
+            self._cost_seconds = min(1.1 * self._cost_seconds, time.perf_counter() - now)
+            share = _TWICE * self._cost_seconds / max(self._step_seconds, 1e-9)
+            self._next_step = step + max(1, min(_MOST_STEPS, math.ceil(share / _COST)))
+        for number, (group, rate) in enumerate(zip(self._groups, rates, strict=True)):
+            if rate is None:
+                self.forget()
+                return
+            self._rates[number] += abs(rate)
+            self._decays[number] += abs(rate) * float(group.get("weight_decay", 0.0))
+
+    def find_writes(self, step: int) -> list[WeightWrite]:
+        """Return the layers written to between the last two readings, once they have come.
+
+        Args:
+            step: the step whose numbers have reached the host.
+        """
+        if self._pending is None or step < self._pending.step:
+            return []
+        pending, self._pending = self._pending, None
+        values = self._reader.result()
+        if values is None:
+            return []
+        now, before, earlier = pending._replace(squares=values), self._before, self._earlier
+        self._before = now
+        if before is None:
+            self._earlier = now
+            return []
+        writes = self._compare(before, now, _SUDDEN)
+        if writes:
+            self._earlier = now
+        elif earlier is not None and now.step - earlier.step >= _MOST_STEPS:
+            self._earlier = now
+            writes = self._compare(earlier, now, _SLOW)
+        return writes
+
+    def _compare(self, before: WeightNorms, now: WeightNorms, least: float) -> list[WeightWrite]:
+        """Return the layers whose norms changed by more than updates can have changed them.
+
+        Args:
+            before: the earlier norms.
+            now: the later ones.
+            least: relative change that is not reported.
+        """
+        left, a, b = (1.0 - least) ** 2, before.squares, now.squares
+        if not ((b < left * a) | (a < left * b)).any():
+            return []
+        with np.errstate(invalid="ignore"):  # of infinite norms
+            norm_before, norm_now = np.sqrt(a), np.sqrt(b)
+            larger = np.maximum(norm_before, norm_now)
+            num_updates = max(now.step - before.step, 1)
+            bounds = np.minimum(self._bounds, self._bounds / num_updates + self._coherent)
+            most = bounds * (now.rates - before.rates)[self._group_of]
+            most += norm_before * (now.decays - before.decays)[self._group_of]
+            change = np.abs(norm_now - norm_before)
+            is_written = (change > most + least * larger) | (np.isinf(b) & np.isfinite(a))
+            written = np.flatnonzero(is_written)
+        if not written.size:
+            return []
+        layers: dict[str, int] = {}
+        for i in written[np.argsort(-change[written] / larger[written], kind="stable")]:
+            layers.setdefault(self._layers[i], int(i))
+        if len(layers) > len(set(self._layers)) // 4:
+            return []  # the loop replaced the state
+        return [
+            WeightWrite(
+                layer,
+                before.step + 1,
+                now.step,
+                float(norm_before[i]),
+                float(norm_now[i]),
+                float(most[i]),
+            )
+            for layer, i in layers.items()
+        ]
+
+
+def date_write(write: WeightWrite, squares: Mapping[int, Sequence[float]]) -> int:
+    """Return the first step that most likely used the changed weights.
+
+    That is the one whose gradients differ most from those of the step before, if they clearly do;
+    otherwise the middle of the possible steps.
+
+    Args:
+        write: the change.
+        squares: squared norms of the gradients of recent steps, as measured, by step.
+    """
+    possible = range(write.first_step, write.last_step + 1)
+    with np.errstate(all="ignore"):  # of gradients that are 0, NaN or infinite
+        logs = {step: np.log(values) for step, values in squares.items()}
+        jumps = {
+            step: float(np.median(np.abs(logs[step] - logs[step - 1])))
+            for step in logs
+            if step - 1 in logs
+        }
+    usual = [jump for step, jump in jumps.items() if step < write.first_step and jump < math.inf]
+    rated = {step: jumps[step] for step in possible if step in jumps}
+    rated = {step: jump if jump < math.inf else math.inf for step, jump in rated.items()}
+    largest = max(rated, key=lambda step: rated[step], default=-1)
+    if usual and largest >= 0 and rated[largest] > _CLEAR * max(usual):
+        return largest
+    return write.last_step - len(possible) // 2
+
+
+def _update_bound(optimizer: Optimizer, group: Mapping[str, Any]) -> float | None:
+    """Return by how many learning rates an update moves a weight at most; None if unknown.
+
+    With first moment m and second moment v, |m| <= (1-b1) / sqrt((1-b2) (1 - b1^2/b2)) sqrt(v);
+    the corrections of the bias make it smaller. Coupled weight decay is in the gradient.
+    """
+    if type(optimizer) not in (Adam, AdamW):
+        return None
+    first, second = map(float, group["betas"])
+    if not first**2 < second < 1.0:
+        return None
+    return (1.0 - first) / math.sqrt((1.0 - second) * (1.0 - first**2 / second))
+
+
+class _SquareReader:
+    """Computes squared norms of parameters: at once on the host, without waiting on a GPU."""
+
+    def __init__(self, params: Sequence[Tensor], device: torch.device) -> None:
+        self._params, self._device = params, device
+        self._is_on_host = all(p.device.type == "cpu" for p in params) and device.type == "cpu"
+        self._addresses: list[int] = []
+        self._views: list[Any] = []
+        self._squares: Floats | None = None
+        self._copies: AsyncCopy[None] | None = None
+
+    def discard(self) -> None:
+        """Discard norms that were not returned yet."""
+        self._squares = self._copies = None
+
+    def start(self) -> None:
+        """Start to compute the norms."""
+        if self._is_on_host:
+            self._squares = self._squares_on_host()
+        else:
+            self._start_copy()
+
+    @torch.no_grad()
+    def _start_copy(self) -> None:
+        """Start to compute the norms on a device."""
+        squares: list[Tensor] = [torch.empty(0)] * len(self._params)
+        for positions in by_kind(self._params):
+            group = [self._params[i].detach() for i in positions]
+            of_group = torch.stack(torch._foreach_norm(group, 2.0, dtype=torch.float64))
+            parts = copy_to(of_group.square_(), self._device).unbind()
+            for i, part in zip(positions, parts, strict=True):
+                squares[i] = part
+        if self._copies is None:
+            self._copies = AsyncCopy(lag=1, size=len(squares), device=self._device)
+        self._copies.push(torch.stack(squares), None)
+
+    def result(self) -> Floats | None:
+        """Return the squared norms, float64 of shape (parameters,); waits for their copy only."""
+        if self._is_on_host:
+            return self._squares
+        copied = self._copies.pop() if self._copies is not None else None
+        return None if copied is None else np.array(copied[0])
+
+    def _squares_on_host(self) -> Floats:
+        """Return the squared norms of parameters on the host."""
+        addresses = [param.data_ptr() for param in self._params]
+        if addresses != self._addresses:
+            self._addresses, self._views = addresses, [_flat_view(p) for p in self._params]
+        with np.errstate(over="ignore"):  # of a flipped exponent
+            return np.array([view.dot(view) for view in self._views], dtype=np.float64)
+
+
+def _is_readable(param: Tensor) -> bool:
+    """Return whether a matrix's norm can be computed without a copy or a collective.
+
+    Vectors are not read: they would double the time, and hold few of the weights.
+    """
+    if param.dim() < 2 or type(param.data) is not Tensor or not param.is_floating_point():
+        return False
+    formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+    is_dense = any(
+        param.is_contiguous(memory_format=each)
+        for each, dim in zip(formats, (param.dim(), 4, 5), strict=True)
+        if dim == param.dim()
+    )
+    return is_dense and (param.device.type != "cpu" or param.dtype in _DOT_TYPES)
+
+
+def _flat_view(param: Tensor) -> Tensor | NDArray[Any]:
+    """Return the elements of a parameter on the host, in any order, in the same memory."""
+    flat = param.detach().as_strided((param.numel(),), (1,))
+    return flat.numpy() if flat.numel() <= _MAX_SMALL else flat
+
+
+__all__ = ["DATED_STEPS", "WeightCheck", "WeightNorms", "WeightWrite", "date_write"]
