@@ -3,68 +3,128 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Mapping, Sequence
 
-from trainer_hooks.measures.weight_norms import (
-    DATED_STEPS,
-    WeightCheck,
-    WeightWrite,
-    date_write,
-)
+from msgspec.structs import replace
+
+from trainer_hooks.exchange.reduce_vector import Slots
+from trainer_hooks.measures.weight_norms import DATED_STEPS, WeightCheck, WeightWrite, date_write
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
 from trainvitals.policy import Judgement
-from trainvitals.records import AttemptStarted, Finding, FindingRaised
+from trainvitals.records import AttemptStarted, Finding
+
+_STEPS_TO_AGAIN = 50
 
 
 class WeightsFeature(StepFeature):
-    """Compares the norms of the weights with what Adam can have changed, on rank 0."""
+    """Compares the norms of the weights with what Adam can have changed, on rank 0.
+
+    All ranks have it, because all judge the finding: the policy queries the probe about it.
+    """
+
+    slots = Slots(rank0=("weights_written",))  # 1 + steps since the write; 0: none
 
     def __init__(self, run: RunContext) -> None:
         super().__init__(run)
-        self._check = WeightCheck(run.device.norms, run.device.optimizers)
+        self._check: WeightCheck | None = None
+        if run.is_rank0 and len(run.device.turns) <= 1:
+            self._check = WeightCheck(run.device.norms, run.device.optimizers)
         self._squares: deque[tuple[int, Sequence[float]]] = deque(maxlen=DATED_STEPS)
         """Squared gradient norms of the latest steps."""
+        self._found: Finding | None = None
+        """What the next step sends to the other ranks."""
+        self._sent: Finding | None = None
+        """What a step has sent that has not returned yet."""
+        self._reported: dict[str, int] = {}
+        """First step at which a layer is reported again."""
+        self._num_quiet = 0
+        """Steps left of an announced change."""
 
-    @classmethod
-    def make(cls, run: RunContext) -> Self | None:
-        """Return the feature on rank 0, if all optimizers step together and it has all of them."""
-        if not run.is_rank0 or len(run.device.turns) > 1:
-            return None
-        feature = cls(run)
-        return feature if feature._check.is_possible else None
+    @property
+    def idle_hooks(self) -> tuple[str, ...]:
+        """Return the hooks of rank 0's check if there is none."""
+        if self._check is not None and self._check.is_possible:
+            return ()
+        return ("before_measure", "rank0_values", "on_judged")
 
     def before_measure(self, step: OutgoingStep) -> None:
         """Start to read the norms, if that is due."""
+        if self._check is None or self._num_quiet:
+            self._num_quiet = max(0, self._num_quiet - 1)
+            return
         with self._run.faults.fail_open("weights"):
             device = self._run.device
             if self._check.norms is not device.norms:  # the loop added parameter groups
                 self._check = WeightCheck(device.norms, device.optimizers)
             self._check.read(step.step, step.rates)
 
+    def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
+        """Return the number of steps since a write that was found, once."""
+        if self._found is None:
+            return {}
+        self._sent, self._found = self._found, None
+        return {"weights_written": 1.0 + step.step - self._sent.onset_step}
+
+    def on_reduced(self, step: ReturnedStep) -> None:
+        """Let the step be judged with the finding."""
+        if back := int(step.reduced.root["weights_written"]):
+            sent = self._sent or Finding(
+                kind="weight_norm",
+                level="advisory",
+                step=step.step,
+                detector="weights",
+                reason="weights were changed by something else than the optimizer",
+                onset_step=step.step - (back - 1),
+            )
+            step.written, self._sent = replace(sent, step=step.step), None
+
     def on_judged(self, step: ReturnedStep, judgement: Judgement) -> None:
-        """Report the layers whose weights were written to."""
-        self._squares.append((step.step, step.reduced.squares))
+        """Find layers whose weights were written to."""
+        if self._check is None:
+            return
         with self._run.faults.fail_open("weights"):
-            for write in self._check.find_writes(step.step):
-                onset = date_write(write, dict(self._squares))
-                event = FindingRaised(finding=_finding(write, step.step, onset))
-                self._run.emitter.run_event(event, step=step.step, attempt=step.attempt)
+            self._squares.append((step.step, step.reduced.squares))
+            if judgement.findings:
+                self._check.read_soon()
+            writes = [
+                write
+                for write in self._check.find_writes(step.step)
+                if step.step >= self._reported.get(write.layer, step.step)
+            ]
+            if writes:
+                again = dict.fromkeys((each.layer for each in writes), step.step + _STEPS_TO_AGAIN)
+                self._reported |= again
+                onset = date_write(writes[0], dict(self._squares))
+                self._found = _finding(writes, step.step, onset)
+
+    def on_change_expected(self, num_steps: int) -> None:
+        """Read nothing during an announced change."""
+        self._discard()
+        self._num_quiet = num_steps
 
     def on_attempt(self, attempt: AttemptStarted) -> None:
         """Discard the readings: the new attempt starts from another state."""
-        self._check.forget()
+        self._discard()
 
     def on_restored(self, next_step: int) -> None:
         """Discard the readings: an earlier state was restored."""
-        self._check.forget()
+        self._discard()
+
+    def _discard(self) -> None:
+        """Discard the readings, and what was found but not judged."""
+        self._found = self._sent = None
+        self._squares.clear()
+        if self._check is not None:
+            self._check.forget()
 
 
-def _finding(write: WeightWrite, step: int, onset: int) -> Finding:
-    """Return the finding about a layer whose weights were written to."""
+def _finding(writes: Sequence[WeightWrite], step: int, onset: int) -> Finding:
+    """Return the finding about layers whose weights were written to, the clearest first."""
+    write = writes[0]
     first, last = write.first_step, write.last_step
     when = f"at step {last}" if first == last else f"between steps {first} and {last}"
+    others = f"; also those of {', '.join(each.layer for each in writes[1:4])}"
     return Finding(
         kind="weight_norm",
         level="advisory",
@@ -72,7 +132,7 @@ def _finding(write: WeightWrite, step: int, onset: int) -> Finding:
         detector="weights",
         reason=f"the weights of layer {write.layer} were changed by something else than the "
         f"optimizer {when}: a norm of {write.before:.4g} became {write.now:.4g}, and updates "
-        f"change it by at most {write.most:.2g}",
+        f"change it by at most {write.most:.2g}" + (others if len(writes) > 1 else ""),
         value=write.now,
         limit=write.before + write.most,
         onset_step=onset,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,8 +37,8 @@ _CLEAR = 1.5
 DATED_STEPS = 100
 """Steps whose gradients date a write: those between two readings, and earlier ones."""
 _MOST_PARAMETERS = 10_000
-_MIN_LAYERS = 4
-"""With fewer layers, there are no others that show that only some were written to."""
+_MIN_LAYERS = 3
+"""With fewer layers, there are not enough others that show that only one was written to."""
 _MAX_SMALL = 8192
 """Elements up to which numpy is faster than torch."""
 _DOT_TYPES = (torch.float32, torch.float64)
@@ -80,8 +80,14 @@ class WeightCheck:
     numbers have reached the host. Only for torch's Adam and AdamW, on replicated parameters.
     """
 
-    def __init__(self, norms: GradNorms, optimizers: Sequence[Optimizer]) -> None:
-        self.norms = norms
+    def __init__(
+        self,
+        norms: GradNorms,
+        optimizers: Sequence[Optimizer],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.norms, self._clock = norms, clock
         names = {id(p): name for name, p in zip(norms.local_names, norms.params, strict=True)}
         self._names: list[str] = []
         self._params: list[Tensor] = []
@@ -130,13 +136,13 @@ class WeightCheck:
             step: the step.
             rates: learning rates that its update will use, by parameter group.
         """
-        now = time.perf_counter()
+        now = self._clock()
         self._step_seconds = min(1.1 * self._step_seconds, now - self._last_time)
         self._last_time = now
         if step >= self._next_step and self._pending is None:
             self._reader.start()
             self._pending = WeightNorms(step, np.empty(0), self._rates.copy(), self._decays.copy())
-            self._cost_seconds = min(1.1 * self._cost_seconds, time.perf_counter() - now)
+            self._cost_seconds = min(1.1 * self._cost_seconds, self._clock() - now)
             share = _TWICE * self._cost_seconds / max(self._step_seconds, 1e-9)
             self._next_step = step + max(1, min(_MOST_STEPS, math.ceil(share / _COST)))
         for number, (group, rate) in enumerate(zip(self._groups, rates, strict=True)):
@@ -145,6 +151,10 @@ class WeightCheck:
                 return
             self._rates[number] += abs(rate)
             self._decays[number] += abs(rate) * float(group.get("weight_decay", 0.0))
+
+    def read_soon(self) -> None:
+        """Read the norms in the next step, whatever it costs: something else was found."""
+        self._next_step = 0
 
     def find_writes(self, step: int) -> list[WeightWrite]:
         """Return the layers written to between the last two readings, once they have come.
@@ -190,15 +200,13 @@ class WeightCheck:
             most = bounds * (now.rates - before.rates)[self._group_of]
             most += norm_before * (now.decays - before.decays)[self._group_of]
             change = np.abs(norm_now - norm_before)
-            is_written = (change > most + least * larger) | (np.isinf(b) & np.isfinite(a))
-            written = np.flatnonzero(is_written)
-        if not written.size:
-            return []
+            share = np.where(np.isinf(change), 1.0, change / larger)
+            written = np.flatnonzero((change > most + least * larger) | np.isinf(change))
         layers: dict[str, int] = {}
-        for i in written[np.argsort(-change[written] / larger[written], kind="stable")]:
+        for i in written[np.argsort(-share[written], kind="stable")]:
             layers.setdefault(self._layers[i], int(i))
-        if len(layers) > len(set(self._layers)) // 4:
-            return []  # the loop replaced the state
+        if not layers or len(layers) > max(1, len(set(self._layers)) // 4):
+            return []  # if many layers changed, the loop replaced the state
         return [
             WeightWrite(
                 layer,

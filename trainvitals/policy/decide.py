@@ -65,7 +65,7 @@ _LEVEL_LEAST = 0.05
 """The loss has risen after a jump if the median of 8 steps is above the earlier level by 1.5 times
 its noise, and by 5% of the run's first losses."""
 _SPIKES = frozenset({"spike", "grad_explosion"})
-_LEVELS = frozenset({"level_shift", "divergence", "lost_progress", "plateau"})
+_LEVELS = frozenset({"level_shift", "divergence", "lost_progress", "plateau", "weight_norm"})
 """Kinds of findings for which the probe runs."""
 _KNOWN = 1.001
 """Multiple of the highest rate so far up to which a rate counts as already used."""
@@ -347,7 +347,7 @@ def _probe_findings(
     since = min([since, *(ask for ask in asks if ask >= state.first_step)])
     is_soon = is_late or is_near_jump(state, onset, context)
     pause_ends = times[-1] + _LEVEL_STEPS if is_soon and times else next_probe_clock(state, config)
-    if clock < pause_ends:
+    if clock < pause_ends and context.inputs.written is None:
         return result
     read = run_probe(state, trigger, onset, context)
     if read is None:
@@ -366,7 +366,7 @@ def _probe_findings(
     what = reported[0].reason if reported else "the loss rose and stays high"
     plan = RollbackPlan(
         rule="state_damaged", kind="state", onset_step=onset, finding=finding, is_finite=True,
-        reason=f"{what}; {describe_damage(read)}",
+        reason=f"{what}; {describe_damage(read)}", replay_all_batches=bool(context.inputs.written),
     )  # fmt: skip
     return _apply_rule(result, context, _act_on_finite_evidence, plan)
 
@@ -515,8 +515,7 @@ def _check_evaluation(
     state, record = result.state, context.record
     since, last = state.evaluated_at, before.last_flagged
     flagged = last >= since >= 0 and state.accepted_at < since
-    state = replace(state, evaluated_at=record.step)
-    result = result._replace(state=state)
+    result = result._replace(state=replace(state, evaluated_at=record.step))
     is_bad = context.loss_kind == "minimize" and (
         ratio > context.config.state_ratio or not math.isfinite(ratio)
     )
@@ -560,9 +559,8 @@ def _act_on_certain_evidence(
             f"{config.budget_window} steps"
         )
     if over:
-        return halt_run(
-            state, context, plan.finding, reason=f"{plan.reason}; {over}", rule="budget"
-        )
+        over = f"{plan.reason}; {over}"
+        return halt_run(state, context, plan.finding, reason=over, rule="budget")
     rollback, note = prepare_rollback(facts, context, plan, cause)
     if rollback is None:
         reason = f"{plan.reason}; {note}"
