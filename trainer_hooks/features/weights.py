@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from trainer_hooks.exchange.reduce_vector import Slots
+from trainer_hooks.exchange.reduce_vector import ReducedNumbers, Slots
 from trainer_hooks.measures.weight_norms import DATED_STEPS, WeightCheck, WeightWrite, date_write
 from trainer_hooks.step.context import RunContext
 from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
@@ -30,8 +30,8 @@ class WeightsFeature(StepFeature):
         self._check: WeightCheck | None = None
         if run.is_rank0 and len(run.device.turns) <= 1:
             self._check = WeightCheck(run.device.norms, run.device.optimizers)
-        self._squares: deque[tuple[int, Sequence[float]]] = deque(maxlen=DATED_STEPS)
-        """Squared gradient norms of the latest steps."""
+        self._reduced: deque[ReducedNumbers] = deque(maxlen=DATED_STEPS)
+        """Numbers of the latest steps."""
         self._found: Finding | None = None
         """What the next step sends to the other ranks."""
         self._sent: Finding | None = None
@@ -50,14 +50,15 @@ class WeightsFeature(StepFeature):
 
     def before_measure(self, step: OutgoingStep) -> None:
         """Start to read the norms, if that is due."""
-        if self._check is None or self._num_quiet:
+        check = self._check
+        if check is None or self._num_quiet:
             self._num_quiet = max(0, self._num_quiet - 1)
-            return
-        with self._run.faults.fail_open("weights"):
-            device = self._run.device
-            if self._check.norms is not device.norms:  # the loop added parameter groups
-                self._check = WeightCheck(device.norms, device.optimizers)
-            self._check.read(step.step, step.rates)
+        elif not check.counts(step.step, step.rates):
+            with self._run.faults.fail_open("weights"):
+                device = self._run.device
+                if check.norms is not device.norms:  # the loop added parameter groups
+                    check = self._check = WeightCheck(device.norms, device.optimizers)
+                check.read(step.step, step.rates)
 
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
         """Return the number of steps since a write that was found, once."""
@@ -81,22 +82,28 @@ class WeightsFeature(StepFeature):
 
     def on_judged(self, step: ReturnedStep, judgement: Judgement) -> None:
         """Find layers whose weights were written to."""
-        if self._check is None:
+        check = self._check
+        if check is None:
             return
-        with self._run.faults.fail_open("weights"):
-            self._squares.append((step.step, step.reduced.squares))
-            if judgement.findings:
-                self._check.read_soon()
-            writes = [
-                write
-                for write in self._check.find_writes(step.step)
-                if step.step >= self._reported.get(write.layer, step.step)
-            ]
-            if writes:
-                again = dict.fromkeys((each.layer for each in writes), step.step + _STEPS_TO_AGAIN)
-                self._reported |= again
-                onset = date_write(writes[0], dict(self._squares))
-                self._found = _finding(writes, step.step, onset)
+        self._reduced.append(step.reduced)
+        if judgement.findings:
+            check.read_soon()
+        if check.is_reading:
+            with self._run.faults.fail_open("weights"):
+                self._find_writes(check, step.step)
+
+    def _find_writes(self, check: WeightCheck, step: int) -> None:
+        """Look for writes in the readings that have come; each layer once in some steps."""
+        writes = [
+            write
+            for write in check.find_writes(step)
+            if step >= self._reported.get(write.layer, step)
+        ]
+        if writes:
+            self._reported |= {write.layer: step + _STEPS_TO_AGAIN for write in writes}
+            first = step - len(self._reduced) + 1
+            squares = {first + i: each.squares for i, each in enumerate(self._reduced)}
+            self._found = _finding(writes, step, date_write(writes[0], squares))
 
     def on_change_expected(self, num_steps: int) -> None:
         """Read nothing during an announced change."""
@@ -114,7 +121,7 @@ class WeightsFeature(StepFeature):
     def _discard(self) -> None:
         """Discard the readings, and what was found but not judged."""
         self._found = self._sent = None
-        self._squares.clear()
+        self._reduced.clear()
         if self._check is not None:
             self._check.forget()
 

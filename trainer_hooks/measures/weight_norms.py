@@ -21,7 +21,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from trainer_hooks.tensors.events import AsyncCopy, copy_to
 from trainer_hooks.tensors.gradients import GradNorms, by_kind, layer_of
 
-_COST = 0.004
+_COST = 0.003
 """Share of a step's time that a reading may take; steps between two readings follow from it."""
 _TWICE = 1.5
 """Time of reading and comparing the norms, compared with reading them."""
@@ -76,8 +76,8 @@ class WeightWrite(NamedTuple):
 class WeightCheck:
     """Reads the norms of weights, as often as is cheap, and compares each with the one before.
 
-    Call ``read`` before a step's gradients are measured, and ``find_writes`` once the step's
-    numbers have reached the host. Only for torch's Adam and AdamW, on replicated parameters.
+    Call ``read`` before a step's gradients are measured, unless ``counts`` has, and ``find_writes``
+    once the step's numbers have reached the host. Only for torch's Adam and AdamW, on replicated parameters.
     """
 
     def __init__(
@@ -114,20 +114,30 @@ class WeightCheck:
             and len(set(self._layers)) >= _MIN_LAYERS
         )
         self._reader = _SquareReader(self._params, norms.device)
-        self._next_step = 0
-        self._last_time = 0.0
+        self._next_step = self._last_step = 0
+        self._last_time = -math.inf
         self._step_seconds = self._cost_seconds = math.inf
         """Shortest recent times: those in which nothing else interfered."""
         self.forget()
 
     def forget(self) -> None:
         """Discard all readings: the weights were replaced, or a learning rate is unknown."""
-        self._rates = np.zeros(len(self._groups))
-        self._decays = np.zeros(len(self._groups))
+        self._rates = [0.0] * len(self._groups)
+        self._decays = [0.0] * len(self._groups)
+        self._latest: Sequence[float | None] = ()
+        self._num_latest = 0
+        """Steps with the latest rates that are not added to the sums yet."""
         self._pending: WeightNorms | None = None
         self._before: WeightNorms | None = None
         self._earlier: WeightNorms | None = None
         self._reader.discard()
+
+    def counts(self, step: int, rates: Sequence[float | None]) -> bool:
+        """Return whether a step was only counted: nothing is due, and its rates are the latest."""
+        if step >= self._next_step or rates != self._latest:
+            return False
+        self._num_latest += 1
+        return True
 
     def read(self, step: int, rates: Sequence[float | None]) -> None:
         """Start to read the norms before the update of a step, if that is due.
@@ -136,25 +146,46 @@ class WeightCheck:
             step: the step.
             rates: learning rates that its update will use, by parameter group.
         """
-        now = self._clock()
-        self._step_seconds = min(1.1 * self._step_seconds, now - self._last_time)
-        self._last_time = now
+        if rates != self._latest:
+            self._add_rates()
+            self._latest = [*rates]
         if step >= self._next_step and self._pending is None:
-            self._reader.start()
-            self._pending = WeightNorms(step, np.empty(0), self._rates.copy(), self._decays.copy())
-            self._cost_seconds = min(1.1 * self._cost_seconds, self._clock() - now)
-            share = _TWICE * self._cost_seconds / max(self._step_seconds, 1e-9)
-            self._next_step = step + max(1, min(_MOST_STEPS, math.ceil(share / _COST)))
-        for number, (group, rate) in enumerate(zip(self._groups, rates, strict=True)):
-            if rate is None:
-                self.forget()
-                return
-            self._rates[number] += abs(rate)
-            self._decays[number] += abs(rate) * float(group.get("weight_decay", 0.0))
+            self._add_rates()
+            self._start_reading(step)
+        self._num_latest += 1
+
+    def _add_rates(self) -> None:
+        """Add the rates of the latest steps to their sums."""
+        num, self._num_latest = self._num_latest, 0
+        if num and None in self._latest:
+            self.forget()
+            return
+        for number, (group, rate) in enumerate(zip(self._groups, self._latest, strict=num > 0)):
+            self._rates[number] += num * abs(rate or 0.0)
+            self._decays[number] += num * abs(rate or 0.0) * float(group.get("weight_decay", 0.0))
+
+    def _start_reading(self, step: int) -> None:
+        """Start to read the norms, and choose the step of the next reading."""
+        now = self._clock()
+        if step > self._last_step:
+            seconds = (now - self._last_time) / (step - self._last_step)
+            self._step_seconds = min(1.1 * self._step_seconds, seconds)
+        self._last_step, self._last_time = step, now
+        self._reader.start()
+        rates, decays = np.array(self._rates), np.array(self._decays)
+        self._pending = WeightNorms(step, np.empty(0), rates, decays)
+        self._cost_seconds = min(1.1 * self._cost_seconds, self._clock() - now)
+        share = _TWICE * self._cost_seconds / max(self._step_seconds, 1e-9)
+        self._next_step = step + max(1, min(_MOST_STEPS, math.ceil(share / _COST)))
 
     def read_soon(self) -> None:
         """Read the norms in the next step, whatever it costs: something else was found."""
         self._next_step = 0
+
+    @property
+    def is_reading(self) -> bool:
+        """Return whether norms were read that were not compared yet."""
+        return self._pending is not None
 
     def find_writes(self, step: int) -> list[WeightWrite]:
         """Return the layers written to between the last two readings, once they have come.
