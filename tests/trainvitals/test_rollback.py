@@ -184,6 +184,14 @@ def test_weights_that_no_update_explains_are_damage_at_the_ratio_of_a_loop_with_
     assert all(d.skip_batches == 0 for d in made)
 
 
+def test_a_write_in_the_step_of_a_spike_dates_the_damage():
+    """The batch of the spike is not at fault, and probes of writes do not use up the others."""
+    run = Run(probe=reads(1.3), onset=-40, step=300)
+    (back,) = run.feed("written")
+    assert ("rollback", 150) == (back.action, back.rollback_to_step)
+    assert () == run.state.asked
+
+
 def test_weights_that_were_written_are_read_however_recently_the_probe_ran():
     ratios = itertools.chain([1.1], itertools.repeat(1.3))
     run = Run(probe=lambda ask: reads(next(ratios))(ask))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
+from torch import nn
 
 from trainer_hooks.exchange.reduce_vector import ReducedNumbers, Slots
 from trainer_hooks.measures.weight_norms import DATED_STEPS, WeightCheck, WeightWrite, date_write
@@ -14,7 +16,8 @@ from trainer_hooks.step.feature import OutgoingStep, ReturnedStep, StepFeature
 from trainvitals.policy import Judgement
 from trainvitals.records import AttemptStarted, Finding
 
-_STEPS_TO_AGAIN = 50
+_STEPS_TO_AGAIN = 100
+"""Steps in which a layer is reported once."""
 
 
 class WeightsFeature(StepFeature):
@@ -29,7 +32,7 @@ class WeightsFeature(StepFeature):
         super().__init__(run)
         self._check: WeightCheck | None = None
         if run.is_rank0 and len(run.device.turns) <= 1:
-            self._check = WeightCheck(run.device.norms, run.device.optimizers)
+            self._check = self._make_check()
         self._reduced: deque[ReducedNumbers] = deque(maxlen=DATED_STEPS)
         """Numbers of the latest steps."""
         self._found: Finding | None = None
@@ -57,8 +60,10 @@ class WeightsFeature(StepFeature):
             with self._run.faults.fail_open("weights"):
                 device = self._run.device
                 if check.norms is not device.norms:  # the loop added parameter groups
-                    check = self._check = WeightCheck(device.norms, device.optimizers)
-                check.read(step.step, step.rates)
+                    check = self._check = self._make_check()
+                    self._reduced.clear()
+                if check.is_possible:
+                    check.read(step.step, step.rates)
 
     def rank0_values(self, step: OutgoingStep) -> Mapping[str, float]:
         """Return the number of steps since a write that was found, once."""
@@ -76,9 +81,9 @@ class WeightsFeature(StepFeature):
                 step=step.step,
                 detector="weights",
                 reason="weights were changed by something else than the optimizer",
-                onset_step=step.step - (back - 1),
             )
-            step.written, self._sent = replace(sent, step=step.step), None
+            onset = step.step - (back - 1)
+            step.written, self._sent = replace(sent, step=step.step, onset_step=onset), None
 
     def on_judged(self, step: ReturnedStep, judgement: Judgement) -> None:
         """Find layers whose weights were written to."""
@@ -100,10 +105,18 @@ class WeightsFeature(StepFeature):
             if step >= self._reported.get(write.layer, step)
         ]
         if writes:
-            self._reported |= {write.layer: step + _STEPS_TO_AGAIN for write in writes}
             first = step - len(self._reduced) + 1
             squares = {first + i: each.squares for i, each in enumerate(self._reduced)}
             self._found = _finding(writes, step, date_write(writes[0], squares))
+            self._reported |= {write.layer: step + _STEPS_TO_AGAIN for write in writes}
+
+    def _make_check(self) -> WeightCheck:
+        """Return the check of the run's parameters, without those that a forward writes to."""
+        modules = self._run.given.model.modules()
+        embeddings = (m for m in modules if isinstance(m, nn.Embedding) and m.max_norm is not None)
+        excluded = {id(module.weight) for module in embeddings}
+        device = self._run.device
+        return WeightCheck(device.norms, device.optimizers, excluded=excluded)
 
     def on_change_expected(self, num_steps: int) -> None:
         """Read nothing during an announced change."""
@@ -122,6 +135,7 @@ class WeightsFeature(StepFeature):
         """Discard the readings, and what was found but not judged."""
         self._found = self._sent = None
         self._reduced.clear()
+        self._reported.clear()
         if self._check is not None:
             self._check.forget()
 
@@ -138,10 +152,10 @@ def _finding(writes: Sequence[WeightWrite], step: int, onset: int) -> Finding:
         step=step,
         detector="weights",
         reason=f"the weights of layer {write.layer} were changed by something else than the "
-        f"optimizer {when}: a norm of {write.before:.4g} became {write.now:.4g}, and updates "
-        f"change it by at most {write.most:.2g}" + (others if len(writes) > 1 else ""),
+        f"optimizer {when}: a norm of {write.before:.4g} became {write.now:.4g}; updates "
+        f"explain a change of {write.most:.2g}" + (others if len(writes) > 1 else ""),
         value=write.now,
-        limit=write.before + write.most,
+        limit=write.before + math.copysign(write.most, write.now - write.before),
         onset_step=onset,
         layer=write.layer,
     )

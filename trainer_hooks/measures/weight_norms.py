@@ -2,14 +2,16 @@
 
 An update of Adam moves each weight by at most the learning rate times a constant of its betas, by
 the Cauchy-Schwarz inequality, so it changes the norm of a parameter with n elements by at most
-sqrt(n) times that. Zeroed or scaled weights, and flipped bits of an exponent, change it by more.
+sqrt(n) times that. Scaled weights and flipped bits of an exponent change it by more. Zeroed weights
+lose a norm, and layers that grow in each step gain one, faster than many updates move weights
+unless all of them agree.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,11 +31,21 @@ _MOST_STEPS = 50
 """Maximum number of steps between two readings, and between those that show slow changes."""
 _SUDDEN, _SLOW = 0.1, 0.5
 """Relative change of a norm that is reported: between two readings, and within ``_MOST_STEPS``."""
+_GROWS = 1.3
+"""Growth in the window before, which a slow change also has: gradients that begin have none."""
 _COHERENT = 1.5
 """Multiple of the learning rate by which updates move weights in the mean of many steps: the root
-mean square of an update divided by it is about 1 if all gradients agree, and less otherwise."""
+mean square of an update divided by it is about 1 if all gradients agree, and less otherwise. Only
+gradients that begin after many steps without any move weights faster, and let norms grow."""
+_ALONG = 0.5
+"""Multiple of the learning rate that updates move weights along themselves at most, in the median
+layer: if that changed more, the loop replaced the state."""
+_BYTES_PER_SECOND = 1e12
+"""Memory that a GPU reads in a second, about: the host does not see the time of a reading there."""
 _CLEAR = 1.5
 """Multiple of the largest earlier change of gradients between two steps that dates a write."""
+_DATED = 3
+"""Steps of which the middle one is a date that is wrong by at most one step."""
 DATED_STEPS = 100
 """Steps whose gradients date a write: those between two readings, and earlier ones."""
 _MOST_PARAMETERS = 10_000
@@ -56,6 +68,8 @@ class WeightNorms(NamedTuple):
     """Sum of the learning rates of all earlier updates, by parameter group."""
     decays: Floats
     """Sum of the shares of the weights that decay has removed, by parameter group."""
+    factors: Floats
+    """By how many learning rates an update moves a weight at most, by parameter group."""
 
 
 class WeightWrite(NamedTuple):
@@ -70,14 +84,15 @@ class WeightWrite(NamedTuple):
     """Norm of the parameter that changed most."""
     now: float
     most: float
-    """Maximum change of this norm by updates."""
+    """Change of this norm that updates can explain."""
 
 
 class WeightCheck:
     """Reads the norms of weights, as often as is cheap, and compares each with the one before.
 
     Call ``read`` before a step's gradients are measured, unless ``counts`` has, and ``find_writes``
-    once the step's numbers have reached the host. Only for torch's Adam and AdamW, on replicated parameters.
+    once the step's numbers have reached the host. Only for torch's Adam and AdamW, on replicated
+    parameters.
     """
 
     def __init__(
@@ -85,28 +100,24 @@ class WeightCheck:
         norms: GradNorms,
         optimizers: Sequence[Optimizer],
         *,
+        excluded: Collection[int] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.norms, self._clock = norms, clock
-        names = {id(p): name for name, p in zip(norms.local_names, norms.params, strict=True)}
+        self._optimizers = tuple(optimizers)
         self._names: list[str] = []
         self._params: list[Tensor] = []
+        names = {id(p): name for name, p in zip(norms.local_names, norms.params, strict=True)}
         group_of: list[int] = []
-        bounds: list[float] = []
-        owners = [(group, o) for o in optimizers for group in o.param_groups]
-        self._groups = [group for group, _ in owners]
-        for number, (group, optimizer) in enumerate(owners):
-            bound = _update_bound(optimizer, group)
-            if bound is None:
-                continue
-            for param in group["params"]:
-                if (name := names.get(id(param))) and _is_readable(param):
+        for number, (optimizer, group) in enumerate(self._groups()):
+            for param in group["params"] if _update_bound(optimizer, group) < math.inf else ():
+                name = names.get(id(param))
+                if name and id(param) not in excluded and _is_readable(param):
                     self._names.append(name)
                     self._params.append(param)
                     group_of.append(number)
-                    bounds.append(bound * math.sqrt(param.numel()))
-        self._group_of, self._bounds = np.array(group_of, dtype=np.intp), np.array(bounds)
-        self._coherent = np.array([_COHERENT * math.sqrt(p.numel()) for p in self._params])
+        self._group_of = np.array(group_of, dtype=np.intp)
+        self._spread = np.sqrt([param.numel() for param in self._params])
         self._layers = [layer_of(name) for name in self._names]
         self.is_possible = (
             norms.replicated
@@ -114,7 +125,7 @@ class WeightCheck:
             and len(set(self._layers)) >= _MIN_LAYERS
         )
         self._reader = _SquareReader(self._params, norms.device)
-        self._next_step = self._last_step = 0
+        self._last_step = 0
         self._last_time = -math.inf
         self._step_seconds = self._cost_seconds = math.inf
         """Shortest recent times: those in which nothing else interfered."""
@@ -122,14 +133,16 @@ class WeightCheck:
 
     def forget(self) -> None:
         """Discard all readings: the weights were replaced, or a learning rate is unknown."""
-        self._rates = [0.0] * len(self._groups)
-        self._decays = [0.0] * len(self._groups)
+        self._rates = [0.0 for _ in self._groups()]
+        self._decays = [0.0 for _ in self._groups()]
         self._latest: Sequence[float | None] = ()
         self._num_latest = 0
         """Steps with the latest rates that are not added to the sums yet."""
         self._pending: WeightNorms | None = None
         self._before: WeightNorms | None = None
-        self._earlier: WeightNorms | None = None
+        self._earlier: list[WeightNorms] = []
+        """Two readings that are ``_MOST_STEPS`` apart: they show slow changes."""
+        self._next_step = 0
         self._reader.discard()
 
     def counts(self, step: int, rates: Sequence[float | None]) -> bool:
@@ -149,6 +162,10 @@ class WeightCheck:
         if rates != self._latest:
             self._add_rates()
             self._latest = [*rates]
+        if None in rates:
+            self.forget()
+            self._latest, self._next_step = [*rates], step + _MOST_STEPS
+            return
         if step >= self._next_step and self._pending is None:
             self._add_rates()
             self._start_reading(step)
@@ -157,10 +174,8 @@ class WeightCheck:
     def _add_rates(self) -> None:
         """Add the rates of the latest steps to their sums."""
         num, self._num_latest = self._num_latest, 0
-        if num and None in self._latest:
-            self.forget()
-            return
-        for number, (group, rate) in enumerate(zip(self._groups, self._latest, strict=num > 0)):
+        groups = self._groups() if num else []
+        for number, ((_, group), rate) in enumerate(zip(groups, self._latest, strict=False)):
             self._rates[number] += num * abs(rate or 0.0)
             self._decays[number] += num * abs(rate or 0.0) * float(group.get("weight_decay", 0.0))
 
@@ -172,9 +187,11 @@ class WeightCheck:
             self._step_seconds = min(1.1 * self._step_seconds, seconds)
         self._last_step, self._last_time = step, now
         self._reader.start()
-        rates, decays = np.array(self._rates), np.array(self._decays)
-        self._pending = WeightNorms(step, np.empty(0), rates, decays)
-        self._cost_seconds = min(1.1 * self._cost_seconds, self._clock() - now)
+        sums = np.array(self._rates), np.array(self._decays)
+        factors = np.array([_update_bound(optimizer, group) for optimizer, group in self._groups()])
+        self._pending = WeightNorms(step, np.empty(0), *sums, factors)
+        cost = self._clock() - now + self._reader.num_bytes / _BYTES_PER_SECOND
+        self._cost_seconds = min(1.1 * self._cost_seconds, cost)
         share = _TWICE * self._cost_seconds / max(self._step_seconds, 1e-9)
         self._next_step = step + max(1, min(_MOST_STEPS, math.ceil(share / _COST)))
 
@@ -199,36 +216,57 @@ class WeightCheck:
         values = self._reader.result()
         if values is None:
             return []
-        now, before, earlier = pending._replace(squares=values), self._before, self._earlier
+        now, before = pending._replace(squares=values), self._before
         self._before = now
         if before is None:
-            self._earlier = now
+            self._earlier = [now]
             return []
         writes = self._compare(before, now, _SUDDEN)
         if writes:
-            self._earlier = now
-        elif earlier is not None and now.step - earlier.step >= _MOST_STEPS:
-            self._earlier = now
-            writes = self._compare(earlier, now, _SLOW)
+            self._earlier = [now]
+            return writes
+        if now.step - self._earlier[-1].step >= _MOST_STEPS:
+            writes = self._find_slow_writes(now)
+            self._earlier = [self._earlier[-1], now]
         return writes
 
+    def _find_slow_writes(self, now: WeightNorms) -> list[WeightWrite]:
+        """Return the layers that grew or shrank fast in the last two windows."""
+        if len(self._earlier) < 2:
+            return []
+        first, middle = self._earlier
+        with np.errstate(all="ignore"):
+            before = np.sqrt(middle.squares / first.squares)
+            latest = np.sqrt(now.squares / middle.squares)
+            is_same = (before >= _GROWS) & (latest >= _GROWS)
+            is_same |= (before <= 1.0 / _GROWS) & (latest <= 1.0 / _GROWS)
+        if not is_same.any():
+            return []
+        layers = {self._layers[i] for i in np.flatnonzero(is_same)}
+        return [w for w in self._compare(middle, now, _SLOW) if w.layer in layers]
+
     def _compare(self, before: WeightNorms, now: WeightNorms, least: float) -> list[WeightWrite]:
-        """Return the layers whose norms changed by more than updates can have changed them.
+        """Return the layers whose norms changed by more than updates explain.
 
         Args:
-            before: the earlier norms.
+            before: the norms to compare with.
             now: the later ones.
-            least: relative change that is not reported.
+            least: relative change that is never reported; it is added to that of the updates.
         """
         left, a, b = (1.0 - least) ** 2, before.squares, now.squares
         if not ((b < left * a) | (a < left * b)).any():
             return []
-        with np.errstate(invalid="ignore"):  # of infinite norms
+        num_updates = max(now.step - before.step, 1)
+        with np.errstate(invalid="ignore", divide="ignore"):  # of infinite norms, and of 0
             norm_before, norm_now = np.sqrt(a), np.sqrt(b)
             larger = np.maximum(norm_before, norm_now)
-            num_updates = max(now.step - before.step, 1)
-            bounds = np.minimum(self._bounds, self._bounds / num_updates + self._coherent)
-            most = bounds * (now.rates - before.rates)[self._group_of]
+            factors = np.maximum(before.factors, now.factors)
+            usual = np.minimum(factors, factors / num_updates + _COHERENT)
+            # Only coherent gradients that begin move weights as far as `factors`: norms grow.
+            factors = np.where(b < a, usual[self._group_of], factors[self._group_of])
+            factors = usual[self._group_of] if least == _SLOW else factors
+            rates = self._spread * (now.rates - before.rates)[self._group_of]
+            most = factors * rates
             most += norm_before * (now.decays - before.decays)[self._group_of]
             change = np.abs(norm_now - norm_before)
             share = np.where(np.isinf(change), 1.0, change / larger)
@@ -236,59 +274,66 @@ class WeightCheck:
         layers: dict[str, int] = {}
         for i in written[np.argsort(-share[written], kind="stable")]:
             layers.setdefault(self._layers[i], int(i))
-        if not layers or len(layers) > max(1, len(set(self._layers)) // 4):
-            return []  # if many layers changed, the loop replaced the state
+        others = np.array([layer not in layers for layer in self._layers])
+        is_replaced = np.median((change > _ALONG * rates)[others]) > 0.5 if others.any() else True
+        if not layers or is_replaced or len(layers) > max(1, len(set(self._layers)) // 4):
+            return []
+        steps = before.step + 1, now.step
+        numbers = np.stack([norm_before, norm_now, most], axis=1)
+        return [WeightWrite(layer, *steps, *numbers[i].tolist()) for layer, i in layers.items()]
+
+    def _groups(self) -> list[tuple[Optimizer, Mapping[str, Any]]]:
+        """Return the parameter groups as they are now: a loaded state replaces them."""
         return [
-            WeightWrite(
-                layer,
-                before.step + 1,
-                now.step,
-                float(norm_before[i]),
-                float(norm_now[i]),
-                float(most[i]),
-            )
-            for layer, i in layers.items()
+            (optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups
         ]
 
 
 def date_write(write: WeightWrite, squares: Mapping[int, Sequence[float]]) -> int:
-    """Return the first step that most likely used the changed weights.
+    """Return the first step that used the changed weights, if it is known; else the first possible.
 
-    That is the one whose gradients differ most from those of the step before, if they clearly do;
-    otherwise the middle of the possible steps.
+    It is known within one step if at most ``_DATED`` steps are possible, or if the gradients of one
+    of them differ from those of the step before more than ever.
 
     Args:
         write: the change.
-        squares: squared norms of the gradients of recent steps, as measured, by step.
+        squares: squared norms of the gradients of recent steps, by step.
     """
     possible = range(write.first_step, write.last_step + 1)
-    with np.errstate(all="ignore"):  # of gradients that are 0, NaN or infinite
-        logs = {step: np.log(values) for step, values in squares.items()}
-        jumps = {
-            step: float(np.median(np.abs(logs[step] - logs[step - 1])))
-            for step in logs
-            if step - 1 in logs
-        }
+    jumps = {
+        step: _jump(squares[step - 1], squares[step]) for step in squares if step - 1 in squares
+    }
     usual = [jump for step, jump in jumps.items() if step < write.first_step and jump < math.inf]
-    rated = {step: jumps[step] for step in possible if step in jumps}
-    rated = {step: jump if jump < math.inf else math.inf for step, jump in rated.items()}
-    largest = max(rated, key=lambda step: rated[step], default=-1)
-    if usual and largest >= 0 and rated[largest] > _CLEAR * max(usual):
+    largest = max(possible, key=lambda step: jumps.get(step, -1.0))
+    if usual and jumps.get(largest, -1.0) > _CLEAR * max(usual):
         return largest
-    return write.last_step - len(possible) // 2
+    if len(possible) <= _DATED:
+        return write.last_step - len(possible) // 2
+    return write.first_step
 
 
-def _update_bound(optimizer: Optimizer, group: Mapping[str, Any]) -> float | None:
-    """Return by how many learning rates an update moves a weight at most; None if unknown.
+def _jump(before: Sequence[float], now: Sequence[float]) -> float:
+    """Return the median change of the logarithms of squared norms; inf if one turned non-finite."""
+    with np.errstate(all="ignore"):
+        a, b = np.array(before), np.array(now)
+        if np.isfinite(a).all() != np.isfinite(b).all():
+            return math.inf
+        logs = np.abs(np.log(b) - np.log(a))
+    logs = logs[np.isfinite(logs)]  # a parameter without gradients has none
+    return float(np.median(logs)) if len(logs) else 0.0
+
+
+def _update_bound(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
+    """Return by how many learning rates an update moves a weight at most; inf if unknown.
 
     With first moment m and second moment v, |m| <= (1-b1) / sqrt((1-b2) (1 - b1^2/b2)) sqrt(v);
     the corrections of the bias make it smaller. Coupled weight decay is in the gradient.
     """
     if type(optimizer) not in (Adam, AdamW):
-        return None
+        return math.inf
     first, second = map(float, group["betas"])
     if not first**2 < second < 1.0:
-        return None
+        return math.inf
     return (1.0 - first) / math.sqrt((1.0 - second) * (1.0 - first**2 / second))
 
 
@@ -298,6 +343,9 @@ class _SquareReader:
     def __init__(self, params: Sequence[Tensor], device: torch.device) -> None:
         self._params, self._device = params, device
         self._is_on_host = all(p.device.type == "cpu" for p in params) and device.type == "cpu"
+        is_hidden = not self._is_on_host
+        self.num_bytes = sum(p.numel() * p.element_size() for p in params) if is_hidden else 0
+        """Bytes that a GPU reads while the host goes on."""
         self._addresses: list[int] = []
         self._views: list[Any] = []
         self._squares: Floats | None = None

@@ -51,6 +51,8 @@ _WRITTEN_STATE: Mapping[str, tuple[Subject, str]] = {
     "weights": ("layer", "weight_written_ratio"),
 }
 """Detectors of state that something else than the optimizer has changed; subject and series."""
+_MOST_DATED = 5
+"""Steps from a write to its finding if its step is known."""
 _expected = msgspec.msgpack.Decoder(ChangeExpected).decode
 _finding = msgspec.msgpack.Decoder(Finding).decode
 
@@ -162,6 +164,7 @@ def reset_onsets(found: Iterable[tuple[int, Finding]]) -> list[Onset]:
         )
         for attempt, finding in found
         if (state := _WRITTEN_STATE.get(finding.detector)) is not None
+        and (finding.detector != "weights" or finding.step - finding.onset_step <= _MOST_DATED)
     ]
 
 

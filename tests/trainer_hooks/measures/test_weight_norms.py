@@ -20,10 +20,10 @@ def stack(layers=LAYERS, width=8):
 
 
 class Loop:
-    """Trains and reads the norms before each update, or every ``every`` steps; its clock stands."""
+    """Trains; by its clock, readings cost as much time as makes them due every ``every`` steps."""
 
-    def __init__(self, model, optimizer, *, every=1):
-        self.model, self.optimizer, self.every = model, optimizer, every
+    def __init__(self, model, optimizer, *, every=1, width=8):
+        self.model, self.optimizer, self.every, self.width = model, optimizer, every, width
         named = dict(model.named_parameters())
         norms = SimpleNamespace(
             local_names=list(named),
@@ -32,18 +32,23 @@ class Loop:
             replicated=True,
         )
         self.step, self.writes, self._time = 0, [], 0.0
-        self.check = WeightCheck(norms, [optimizer], clock=lambda: self._time)
+        self.check = WeightCheck(norms, [optimizer], clock=self._read_clock)
+
+    def _read_clock(self):
+        self._time += 0.0019 * self.every
+        return self._time
 
     def train(self, steps, change=lambda model, step: None):
         generator = torch.Generator().manual_seed(2)
         for _ in range(steps):
             self._time += 1.0
             change(self.model, self.step)
-            x = torch.randn(16, 8, generator=generator)
+            x = torch.randn(16, self.width, generator=generator)
             (self.model(x) - x).square().mean().backward()
-            if self.step % self.every == 0:
-                self.check.read(self.step, [group["lr"] for group in self.optimizer.param_groups])
-                self.writes += self.check.find_writes(self.step)
+            rates = [group["lr"] for group in self.optimizer.param_groups]
+            if not self.check.counts(self.step, rates):
+                self.check.read(self.step, rates)
+            self.writes += self.check.find_writes(self.step)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step += 1
@@ -107,13 +112,14 @@ def test_updates_are_not_reported_however_large_they_are(settings):
     assert before != [param.norm().item() for param in model.parameters()]
 
 
-def test_a_state_that_the_loop_replaced_is_not_reported():
+@pytest.mark.parametrize("factors", [(4.0,) * 5, (1.4, 1.03, 0.97, 1.02, 1.03)])
+def test_a_state_that_the_loop_replaced_is_not_reported(factors):
     model, other = stack(), stack()
     with torch.no_grad():
-        for param in other.parameters():
-            param.mul_(4.0)
+        for layer, factor in zip(other, factors, strict=True):
+            layer.weight.mul_(factor)
     loaded = at(30, lambda model: model.load_state_dict(other.state_dict()))
-    assert [] == Loop(model, adam(model)).train(60, loaded)
+    assert [] == Loop(model, adam(model, lr=1e-3)).train(60, loaded)
 
 
 def test_weights_that_grow_in_each_step_are_found_by_their_sum():
@@ -125,7 +131,48 @@ def test_weights_that_grow_in_each_step_are_found_by_their_sum():
     model = stack()
     found = Loop(model, adam(model, lr=1e-3)).train(200, grow)
     assert {"4"} == {write.layer for write in found}
-    assert found[0].last_step < 160
+    assert found[0].last_step < 200
+
+
+@pytest.mark.parametrize("every", [1, 10, 50])
+@pytest.mark.parametrize("growth", [0.0, 1.05])
+def test_gradients_that_begin_late_or_grow_are_not_reported(every, growth):
+    """A layer without gradients for 600 steps is then moved by many learning rates per step."""
+    model = stack(width=16)
+    optimizer = adam(model, lr=1e-3, weight_decay=0.0)
+
+    loop = Loop(model, optimizer, every=every, width=16)
+    handles = []
+
+    def change(model, step):
+        for handle in handles:
+            handle.remove()
+        scale = 0.0 if step < 600 else growth ** (step - 600) if growth else 1.0
+        sign = model[2].weight.detach().sign()  # straight along the weights: the worst case
+        handles[:] = [model[2].weight.register_hook(lambda grad: -sign * scale)]
+
+    assert [] == loop.train(700, change)
+    assert 0.0 < model[2].weight.norm().item()
+
+
+def test_a_large_layer_is_read_as_a_small_one_is():
+    model = stack(width=96)
+    (found,) = Loop(model, adam(model), width=96).train(
+        40, at(30, lambda model: model[2].weight.zero_())
+    )
+    assert ("2", 30) == (found.layer, found.last_step)
+
+
+def test_a_rate_schedule_that_moves_the_betas_too_is_known():
+    model = stack()
+    optimizer = adam(model, betas=(0.95, 0.999))
+
+    def cycle(model, step):
+        optimizer.param_groups[0]["betas"] = (0.95 - 0.1 * step / 100, 0.999)
+        at(80, flip)(model, step)
+
+    (found,) = Loop(model, optimizer).train(100, cycle)
+    assert ("2", 80) == (found.layer, found.last_step)
 
 
 def test_a_check_abstains_without_known_updates():
@@ -172,12 +219,15 @@ def test_the_bound_of_an_update_is_reached_and_not_passed():
 def test_a_write_is_dated_by_the_gradients_it_changed():
     write = WeightWrite("2", 41, 50, 1.0, 10.0, 0.1)
     usual = {step: [1.0 + 0.1 * (step % 3), 2.0] for step in range(20, 60)}
-    assert 45 == date_write(write, usual)  # the middle: nothing stands out
+    assert 41 == date_write(write, usual)  # nothing stands out: the first possible step
+    assert 49 == date_write(write._replace(first_step=48), usual)  # off by at most one step
     changed = {step: [v * (100.0 if step >= 47 else 1.0) for v in usual[step]] for step in usual}
     assert 47 == date_write(write, changed)
     nonfinite = usual | {43: [math.nan, 2.0]}
     assert 43 == date_write(write, nonfinite)
-    assert 45 == date_write(write, {})
+    assert 41 == date_write(write, {})
+    unused = {step: [*values, 0.0] for step, values in changed.items()}
+    assert 47 == date_write(write, unused)
 
 
 def train(make_loop, change, steps=160, **arguments):
