@@ -381,9 +381,11 @@ ALERTS: tuple[AlertSpec, ...] = (
         name="WeightNormMoved",
         severity="notify",
         point=True,
-        help="The norm of all weights grows or shrinks much faster than it did before.",
+        help="The norm of all weights grows or shrinks much faster than it did before, or that of "
+        "a layer changed by more than the optimizer's updates explain.",
         to_do="Check the weight decay of every parameter group, and what else writes to the "
-        "weights. `vitals show RUN --metric steps.weight_norm` shows when it began.",
+        "weights. `vitals show RUN --metric steps.weight_norm` shows when it began, if that signal "
+        "is on. If it is intended, call `monitor.expect(...)` before the change.",
     ),
     AlertSpec(
         name="PolicyCollapsed",

@@ -45,7 +45,7 @@ def test_the_vector_keeps_its_order():
         "loss_limit", "grad_norm_limit", "max_row", "clips", "command_number", "command_action",
         "command_argument", "next_attempt", "expect_steps", "change_expected", "saved_step",
         "saved_attempt", "save_due", "saving", "evaluated", "evaluation", "evaluation_ratio",
-        "stepped_twice", "rate_declared", "auto_max_norm", "collapse",
+        "stepped_twice", "rate_declared", "auto_max_norm", "collapse", "weights_written",
     ) == fields.rank0  # fmt: skip
     assert (
         "weighted_loss", "weight", "overflow", "failed", "bad_squares", "num_gradients",

@@ -59,10 +59,10 @@ class Run:
     ) -> list[Decision]:
         """Take one step per word: "ok", a finding's cause, "reported" for ``finding``, what was
         said of a snapshot ("state", "missed"), of replicas ("apart" on rank 3, "either", "again",
-        "settings"); return the new decisions."""
+        "settings"), of weights ("written"); return the new decisions."""
         start = len(self.ledger)
         for kind in kinds:
-            bad = kind not in ("ok", "reported", "state", "missed", *REPLICAS)
+            bad = kind not in ("ok", "reported", "written", "state", "missed", *REPLICAS)
             finite = kind == "outlier"
             withheld = finite and self._num_in_row() < max_row(self.state, self.config)
             record = StepRecord(
@@ -81,9 +81,10 @@ class Run:
                 replayed_alike=kind == "again",
                 settings_differ=kind == "settings",
             )
+            findings = self._findings(kind, value)
             verdict = decide(
                 self.state,
-                self._findings(kind, value),
+                findings,
                 DecisionContext(
                     record,
                     StepInputs(
@@ -93,6 +94,7 @@ class Run:
                         command=command,
                         probe=self.probe,
                         evaluation=evaluation,
+                        written=findings[0] if kind == "written" else None,
                     ),
                     mode=self.mode,
                     config=self.config,
@@ -118,11 +120,12 @@ class Run:
     def _findings(self, kind: str, value: float) -> list[Finding]:
         if kind in ("ok", "state", "missed", *REPLICAS):
             return []
-        names = {"params": "nonfinite_params", "nan": "nonfinite", "reported": self.finding}
+        names = {"params": "nonfinite_params", "nan": "nonfinite", "written": "weight_norm"}
+        names["reported"] = self.finding
         return [
             Finding(
                 kind=names.get(kind, "spike"),
-                level="advisory" if kind == "reported" else "actionable",
+                level="advisory" if kind in ("reported", "written") else "actionable",
                 step=self.step,
                 detector="test",
                 reason=f"{kind} went wrong",

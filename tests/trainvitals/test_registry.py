@@ -47,7 +47,7 @@ def test_every_detector_has_its_row_those_of_the_loop_in_their_order() -> None:
     watchers |= {watcher.name for watcher in WATCHERS}
     assert watchers <= set(DETECTORS)
     of_others = {"hang", "outlier", "probe", "evaluation", "snapshots", "policy", "rule", "loop"}
-    of_others |= {"replicas", "schedule", "shipper", "optimizer_state"}
+    of_others |= {"replicas", "schedule", "shipper", "optimizer_state", "weights"}
     assert set(DETECTORS) == {*fed, *watchers, *of_others}
 
 

@@ -170,6 +170,37 @@ def test_without_a_clip_half_the_progress_is_enough_if_the_first_bad_step_lost_i
 
 
 @pytest.mark.parametrize(
+    ("kind", "ratio", "clips", "is_damage"),
+    [("written", 1.3, False, True), ("written", 1.3, True, True), ("written", 1.1, False, False),
+     ("reported", 1.3, False, False)],
+)  # fmt: skip
+def test_weights_that_no_update_explains_are_damage_at_the_ratio_of_a_loop_with_a_clip(
+    kind, ratio, clips, is_damage
+):
+    """No batch is at fault, so all are trained again."""
+    run = Run(probe=reads(ratio), clips=clips)
+    made = run.feed(kind)
+    assert (["rollback"] if is_damage else []) == [d.action for d in made]
+    assert all(d.skip_batches == 0 for d in made)
+
+
+def test_a_write_in_the_step_of_a_spike_dates_the_damage():
+    """The batch of the spike is not at fault, and probes of writes do not use up the others."""
+    run = Run(probe=reads(1.3), onset=-40, step=300)
+    (back,) = run.feed("written")
+    assert ("rollback", 150) == (back.action, back.rollback_to_step)
+    assert () == run.state.asked
+
+
+def test_weights_that_were_written_are_read_however_recently_the_probe_ran():
+    ratios = itertools.chain([1.1], itertools.repeat(1.3))
+    run = Run(probe=lambda ask: reads(next(ratios))(ask))
+    assert [] == run.feed("reported", "reported")
+    assert ["rollback"] == [d.action for d in run.feed("written")]
+    assert 2 == len(run.readings)
+
+
+@pytest.mark.parametrize(
     ("ratio", "recent", "is_damage"),
     [(2.3, 4.6, True), (2.3, 3.6, False), (1.9, 3.8, False)],
 )

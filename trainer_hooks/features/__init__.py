@@ -26,6 +26,7 @@ from trainer_hooks.features.schedule import ScheduleFeature
 from trainer_hooks.features.sigterm import SigtermFeature
 from trainer_hooks.features.snapshots import SnapshotsFeature
 from trainer_hooks.features.user_alerts import UserAlertsFeature
+from trainer_hooks.features.weights import WeightsFeature
 from trainer_hooks.step.feature import StepFeature
 
 FEATURES: list[type[StepFeature]] = [
@@ -49,6 +50,7 @@ FEATURES: list[type[StepFeature]] = [
     PostTrainingFeature,
     AdaptersFeature,
     OptimizerStateFeature,
+    WeightsFeature,
 ]
 """All features, in the order in which a step calls them; also the order of their slots."""
 

@@ -79,6 +79,8 @@ class ReturnedStep(msgspec.Struct):
     """Reads the probe; None if it is off."""
     evaluation: float | None = None
     """Ratio of a validation loss to the previous one; None without an evaluation."""
+    written: Finding | None = None
+    """Finding about weights that something else than the optimizer changed."""
     collapse: Finding | None = None
     """Finding about the scalars of a post-training run that halts it; its text is rank 0's."""
 

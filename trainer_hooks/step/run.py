@@ -51,6 +51,7 @@ def judge_returned(
             probe=step.probe,
             evaluation=step.evaluation,
             unavailable_commands=step.unavailable_commands,
+            written=step.written,
             collapse=step.collapse,
             moves_on=not run.given.owns_step,
         ),

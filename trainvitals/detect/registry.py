@@ -275,6 +275,8 @@ _DETECTORS = (
     _detector("rank", "schedule"),
     # Compared with what the gradients add up to.
     _detector("rank", "optimizer_state", "update_ratio"),
+    # Compared with what the updates can have changed.
+    _detector("rank", "weights", "weight_norm"),
     # Over the merged steps of all ranks; each rank reports its own rate.
     _detector("collector", "learning_rate", "learning_rate", "lr_jump"),
     _detector("collector", "weight_decay"),

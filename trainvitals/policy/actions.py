@@ -164,14 +164,10 @@ def halt_run(
 def roll_back(state: PolicyState, context: DecisionContext, rollback: Rollback) -> PolicyResult:
     """Decide a rollback; outside of heal mode its entry reports what heal mode would do."""
     acted, record, target = context.mode == "heal", context.record, rollback.target
-    facts = rollback.facts
+    facts, num = rollback.facts, rollback.facts.num_rollbacks + 1
     after = replace(
         state,
-        facts=replace(
-            facts,
-            num_rollbacks=facts.num_rollbacks + 1,
-            waiting=None if acted else facts.waiting,
-        ),
+        facts=replace(facts, num_rollbacks=num, waiting=None if acted else facts.waiting),
         row=(),
         nonfinite=0,
         rolling_back=acted,

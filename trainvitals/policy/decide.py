@@ -315,7 +315,7 @@ def _probe_findings(
 ) -> PolicyResult:
     """Query the probe about reported findings; damage is evidence for an action."""
     state, config, step = result.state, context.config, context.record.step
-    jump, suspected = state.lr_jump, state.suspected
+    jump, suspected, written = state.lr_jump, state.suspected, context.inputs.written
     if not findings and jump is None and suspected < 0:
         return result
     if any(finding.kind == "divergence" for finding in findings):
@@ -324,13 +324,13 @@ def _probe_findings(
     if jump is not None and step - jump.step > config.lr_jump_steps + _LEVEL_STEPS:
         state = replace(state, lr_jump=None)
     result = result._replace(state=state)
-    reported = [f for f in findings if f.kind in _SPIKES]
+    reported = [f for f in findings if f.kind in _SPIKES and not written]
     trigger: Trigger = "spike" if reported else "level"
-    reported = reported or [f for f in findings if f.kind in _LEVELS]
+    reported = [written] if written else reported or [f for f in findings if f.kind in _LEVELS]
     onsets = [f.onset_step if f.onset_step >= 0 else f.step for f in reported]
     if not onsets and _has_loss_risen(state.lr_jump, context):
         onsets = [step - _LEVEL_STEPS]
-    is_late = suspected >= 0 and step - suspected >= LATE_STEPS
+    is_late = not written and suspected >= 0 and step - suspected >= LATE_STEPS
     if is_late:
         onsets, trigger = [suspected], "level"
     if not onsets or context.inputs.probe is None or context.loss_kind != "minimize":
@@ -344,20 +344,20 @@ def _probe_findings(
     times = within_window(state.asked, clock, config)
     # A state that was asked about shortly before has had more updates on the new data since.
     asks = (step - clock + t for t in times if clock - t <= 4 * config.ask_pause)
-    since = min([since, *(ask for ask in asks if ask >= state.first_step)])
+    since = step if written else min([since, *(ask for ask in asks if ask >= state.first_step)])
     is_soon = is_late or is_near_jump(state, onset, context)
     pause_ends = times[-1] + _LEVEL_STEPS if is_soon and times else next_probe_clock(state, config)
-    if clock < pause_ends:
+    if clock < pause_ends and not written:
         return result
     read = run_probe(state, trigger, onset, context)
     if read is None:
         return result
-    state = replace(state, asked=(*(times[:-1] if is_late else times), clock))
+    state = replace(state, asked=times if written else (*times[: -is_late or None], clock))
     if read.verdict != "abstained":
         state = replace(state, passes_until=clock + config.ask_pause)
-    is_proven = read.verdict == "state" and proves_damage(read, since, state, context)
     is_bad = read.verdict in {"state", "worse"}
-    is_suspected = is_bad and not is_proven and step - onset < 2 * LATE_STEPS
+    is_proven = read.verdict == "state" and proves_damage(read, since, state, context)
+    is_suspected = is_bad and not is_proven and not written and step - onset < 2 * LATE_STEPS
     state = replace(state, suspected=onset if is_suspected else -1)
     result = result._replace(state=state, readings=(*result.readings, read))
     if not is_proven:
@@ -366,7 +366,7 @@ def _probe_findings(
     what = reported[0].reason if reported else "the loss rose and stays high"
     plan = RollbackPlan(
         rule="state_damaged", kind="state", onset_step=onset, finding=finding, is_finite=True,
-        reason=f"{what}; {describe_damage(read)}",
+        reason=f"{what}; {describe_damage(read)}", replay_all_batches=bool(written),
     )  # fmt: skip
     return _apply_rule(result, context, _act_on_finite_evidence, plan)
 
@@ -515,8 +515,7 @@ def _check_evaluation(
     state, record = result.state, context.record
     since, last = state.evaluated_at, before.last_flagged
     flagged = last >= since >= 0 and state.accepted_at < since
-    state = replace(state, evaluated_at=record.step)
-    result = result._replace(state=state)
+    result = result._replace(state=replace(state, evaluated_at=record.step))
     is_bad = context.loss_kind == "minimize" and (
         ratio > context.config.state_ratio or not math.isfinite(ratio)
     )
@@ -560,9 +559,8 @@ def _act_on_certain_evidence(
             f"{config.budget_window} steps"
         )
     if over:
-        return halt_run(
-            state, context, plan.finding, reason=f"{plan.reason}; {over}", rule="budget"
-        )
+        over = f"{plan.reason}; {over}"
+        return halt_run(state, context, plan.finding, reason=over, rule="budget")
     rollback, note = prepare_rollback(facts, context, plan, cause)
     if rollback is None:
         reason = f"{plan.reason}; {note}"

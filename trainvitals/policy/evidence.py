@@ -75,6 +75,8 @@ class StepInputs(NamedTuple):
     """Evaluates the state; called during the decision, on all ranks in the same way."""
     evaluation: float | None = None
     """Ratio of an evaluation's loss to the previous one, with the floor; None: no evaluation."""
+    written: Finding | None = None
+    """Finding about weights that something else than the optimizer changed. Its text may differ."""
     collapse: Finding | None = None
     """Finding about a post-training run that was told to stop for it. Its text may differ."""
     moves_on: bool = False
@@ -104,6 +106,11 @@ class DecisionContext(NamedTuple):
     loss_kind: LossKind = "minimize"
     loss_trend: Callable[[], LossTrend] = lambda: LossTrend(0.0, 0.0, 0.0)
     """A function, because the trend costs more than a step without findings."""
+
+    @property
+    def is_strict(self) -> bool:
+        """Return whether no single update of the loop can explain a state that reads worse."""
+        return self.record.clips or self.inputs.written is not None
 
     @property
     def can_roll_back(self) -> bool:
@@ -179,14 +186,13 @@ def run_probe(
     state: PolicyState, trigger: Trigger, onset: int, context: DecisionContext
 ) -> StateRead | None:
     """Query the probe for evidence; return its result with a verdict, or None without a probe."""
-    config, probe, clips = context.config, context.inputs.probe, context.record.clips
+    config, probe, clips = context.config, context.inputs.probe, context.is_strict
     if probe is None:
         return None
     _, _, first, lowest, _ = context.loss_trend()
     floor = config.state_floor * first
     reading = probe(Ask(trigger=trigger, step=context.record.step, onset_step=onset, floor=floor))
-    ratio = reading.ratio(floor)
-    detail = reading.detail
+    ratio, detail = reading.ratio(floor), reading.detail
     if ratio is not None and math.isfinite(ratio) and lowest < 0.0:
         # A loss that crosses zero, such as that of a Wasserstein GAN, may grow many times over.
         ratio, detail = None, "losses below zero have no ratio"
@@ -220,7 +226,7 @@ def max_healthy_ratio(state: PolicyState, onset: int, context: DecisionContext) 
     config = context.config
     if is_near_jump(state, onset, context):
         return config.state_ratio_jump
-    return config.state_ratio if context.record.clips else config.state_ratio_unclipped
+    return config.state_ratio if context.is_strict else config.state_ratio_unclipped
 
 
 def is_near_jump(state: PolicyState, onset: int, context: DecisionContext) -> bool:

@@ -189,7 +189,7 @@ class Judge:
         detected = optimizer.detectors.update(record)
         if spikes and detected:  # once: the rule that may act reports it with the limit in force
             detected = tuple(finding for finding in detected if finding.kind != "spike")
-        findings = spikes + detected
+        findings = spikes + detected + ((inputs.written,) if inputs.written is not None else ())
         context = DecisionContext(
             record, inputs, self.mode, self.config.ladder, self.config.loss_kind, self._loss_trend
         )

@@ -28,6 +28,8 @@ _ADVICE = {
     "loss_divergence": "Lower the learning rate or lengthen the warm-up, from a checkpoint before "
     "step {step}: `vitals checkpoints list {run}`.",
     "state_damaged": f"To name what writes to the weights, run with `{_WRITES}`.",
+    "weight_norm": "Check what writes to the weights besides the optimizer, and the weight decay: "
+    f"run with `{_WRITES}`. `monitor.expect(\"new weights\")` announces a change that is intended.",
     "lr_jump": f"{_RATE} `monitor.expect(\"new rate\")` announces a jump that is intended.",
     "learning_rate": _RATE,
     "schedule": _RATE,

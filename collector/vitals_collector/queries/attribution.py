@@ -4,7 +4,7 @@ Without a collector (reading a directory), or if it had just started, the same r
 stored rows in order, from well before the step, like a live run.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -19,6 +19,7 @@ from trainvitals.detect.fleet.origin.onsets import (
     WINDOW,
     Next,
     Onset,
+    Subject,
     find_origin_onset,
 )
 from trainvitals.detect.fleet.origin.reference import LAG, REFERENCE
@@ -45,8 +46,13 @@ cause of an earlier step."""
 _MOST_ROWS = 200_000
 """At most this number of rows of ranks is replayed; for large jobs this covers fewer steps."""
 _MAX_TOLD = 3
-_RESET_DETECTOR = "optimizer_state"
-"""Detector of the findings about second moments that were set to 0."""
+_WRITTEN_STATE: Mapping[str, tuple[Subject, str]] = {
+    "optimizer_state": ("optimizer", RESET_MOMENTS),
+    "weights": ("layer", "weight_written_ratio"),
+}
+"""Detectors of state that something else than the optimizer has changed; subject and series."""
+_MOST_DATED = 5
+"""Steps from a write to its finding if its step is known."""
 _expected = msgspec.msgpack.Decoder(ChangeExpected).decode
 _finding = msgspec.msgpack.Decoder(Finding).decode
 
@@ -128,10 +134,10 @@ def _load_announced_changes(
 
 
 def _load_resets(connection: Connection, run_id: str, attempt: int) -> list[Onset]:
-    """Load the resets of optimizer state that the training reported, as first changes."""
+    """Load the writes to weights and optimizer state that the training reported."""
     table = findings.c
     query = select(table.body).where(
-        table.run_id == run_id, table.attempt == attempt, table.detector == _RESET_DETECTOR
+        table.run_id == run_id, table.attempt == attempt, table.detector.in_(_WRITTEN_STATE)
     )
     resets = []
     for (body,) in connection.execute(query):
@@ -141,7 +147,7 @@ def _load_resets(connection: Connection, run_id: str, attempt: int) -> list[Onse
 
 
 def reset_onsets(found: Iterable[tuple[int, Finding]]) -> list[Onset]:
-    """Return the first changes from findings about second moments that were set to 0.
+    """Return the first changes from findings about weights and second moments written to.
 
     Args:
         found: findings of any kind, each with its attempt.
@@ -151,13 +157,14 @@ def reset_onsets(found: Iterable[tuple[int, Finding]]) -> list[Onset]:
             attempt=attempt,
             step=finding.onset_step,
             last_step=finding.onset_step,
-            subject="optimizer",
+            subject=state[0],
             where=finding.layer,
-            series=RESET_MOMENTS,
+            series=state[1],
             is_apart=True,
         )
         for attempt, finding in found
-        if finding.detector == _RESET_DETECTOR
+        if (state := _WRITTEN_STATE.get(finding.detector)) is not None
+        and (finding.detector != "weights" or finding.step - finding.onset_step <= _MOST_DATED)
     ]
 
 

@@ -53,6 +53,7 @@ from trainvitals.records import (
     DecisionMade,
     Event,
     Finding,
+    FindingRaised,
     RunStarted,
     StateRead,
     StepRecord,
@@ -254,6 +255,11 @@ class _Replayer:
         self._collapses = {
             (d.attempt, d.step): _collapse(d) for d in self.recorded if d.rule == "post_training"
         }
+        self._writes = {
+            (e.attempt, e.step): e.event.finding
+            for e in every
+            if isinstance(e.event, FindingRaised) and e.event.finding.detector == "weights"
+        }
         self._readings = {
             (e.attempt, e.step, e.event.trigger): e.event
             for e in every
@@ -328,6 +334,7 @@ class _Replayer:
                     next_attempt=min(child, default=record.attempt + 1),
                     probe=self._recorded_probe_result(record.attempt) if self._has_probe else None,
                     evaluation=None if evaluation is None else evaluation.ratio,
+                    written=self._writes.get(attempt_and_step),
                     collapse=self._collapses.get(attempt_and_step),
                 ),
             )
