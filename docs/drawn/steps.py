@@ -327,7 +327,7 @@ ENTRIES = (
         "43 kinds of small healthy training is reported.",
         more="Always on: `weights` reports this kind for a layer whose weights something else than "
         "the optimizer changed, such as a flipped bit or a layer that was zeroed or scaled. Rank 0 "
-        "reads the norm of each matrix, as often as that takes 0.3% of the time, at least every 50 "
+        "reads the norm of each matrix, as often as that takes 0.4% of the time, at least every 50 "
         "steps, and compares it with the change that updates of Adam or AdamW explain. Then the "
         "[probe](guides/bad-steps.md#pass-a-probe) runs. It abstains with other optimizers, on "
         "sharded parameters and on reduced precision on the CPU, with fewer than three layers, and "

@@ -35,6 +35,8 @@ class WeightsFeature(StepFeature):
             self._check = self._make_check()
         self._reduced: deque[ReducedNumbers] = deque(maxlen=DATED_STEPS)
         """Numbers of the latest steps."""
+        self._onsets: deque[int] = deque(maxlen=DATED_STEPS)
+        """First steps of the latest findings."""
         self._found: Finding | None = None
         """What the next step sends to the other ranks."""
         self._sent: Finding | None = None
@@ -93,6 +95,7 @@ class WeightsFeature(StepFeature):
         self._reduced.append(step.reduced)
         if judgement.findings:
             check.read_soon()
+            self._onsets.extend(each.onset_step for each in judgement.findings)
         if check.is_reading:
             with self._run.faults.fail_open("weights"):
                 self._find_writes(check, step.step)
@@ -107,7 +110,7 @@ class WeightsFeature(StepFeature):
         if writes:
             first = step - len(self._reduced) + 1
             squares = {first + i: each.squares for i, each in enumerate(self._reduced)}
-            self._found = _finding(writes, step, date_write(writes[0], squares))
+            self._found = _finding(writes, step, date_write(writes[0], squares, self._onsets))
             self._reported |= {write.layer: step + _STEPS_TO_AGAIN for write in writes}
 
     def _make_check(self) -> WeightCheck:
@@ -135,6 +138,7 @@ class WeightsFeature(StepFeature):
         """Discard the readings, and what was found but not judged."""
         self._found = self._sent = None
         self._reduced.clear()
+        self._onsets.clear()
         self._reported.clear()
         if self._check is not None:
             self._check.forget()

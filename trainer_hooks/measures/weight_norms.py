@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,10 +23,10 @@ from torch.optim import Adam, AdamW, Optimizer
 from trainer_hooks.tensors.events import AsyncCopy, copy_to
 from trainer_hooks.tensors.gradients import GradNorms, by_kind, layer_of
 
-_COST = 0.003
+_COST = 0.004
 """Share of a step's time that a reading may take; steps between two readings follow from it."""
-_TWICE = 1.5
-"""Time of reading and comparing the norms, compared with reading them."""
+_WITH_COMPARISON = 1.2
+"""Time of reading and comparing the norms, relative to reading them."""
 _MOST_STEPS = 50
 """Maximum number of steps between two readings, and between those that show slow changes."""
 _SUDDEN, _SLOW = 0.1, 0.5
@@ -192,7 +192,7 @@ class WeightCheck:
         self._pending = WeightNorms(step, np.empty(0), *sums, factors)
         cost = self._clock() - now + self._reader.num_bytes / _BYTES_PER_SECOND
         self._cost_seconds = min(1.1 * self._cost_seconds, cost)
-        share = _TWICE * self._cost_seconds / max(self._step_seconds, 1e-9)
+        share = _WITH_COMPARISON * self._cost_seconds / max(self._step_seconds, 1e-9)
         self._next_step = step + max(1, min(_MOST_STEPS, math.ceil(share / _COST)))
 
     def read_soon(self) -> None:
@@ -289,15 +289,18 @@ class WeightCheck:
         ]
 
 
-def date_write(write: WeightWrite, squares: Mapping[int, Sequence[float]]) -> int:
+def date_write(
+    write: WeightWrite, squares: Mapping[int, Sequence[float]], onsets: Iterable[int] = ()
+) -> int:
     """Return the first step that used the changed weights, if it is known; else the first possible.
 
-    It is known within one step if at most ``_DATED`` steps are possible, or if the gradients of one
-    of them differ from those of the step before more than ever.
+    It is known within one step if at most ``_DATED`` steps are possible, if the gradients of one of
+    them differ from those of the step before more than ever, or if another problem began then.
 
     Args:
         write: the change.
         squares: squared norms of the gradients of recent steps, by step.
+        onsets: first steps of other problems.
     """
     possible = range(write.first_step, write.last_step + 1)
     jumps = {
@@ -307,6 +310,8 @@ def date_write(write: WeightWrite, squares: Mapping[int, Sequence[float]]) -> in
     largest = max(possible, key=lambda step: jumps.get(step, -1.0))
     if usual and jumps.get(largest, -1.0) > _CLEAR * max(usual):
         return largest
+    if begun := [step for step in onsets if step in possible]:
+        return min(begun)
     if len(possible) <= _DATED:
         return write.last_step - len(possible) // 2
     return write.first_step

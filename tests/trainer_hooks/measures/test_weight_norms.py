@@ -226,6 +226,7 @@ def test_a_write_is_dated_by_the_gradients_it_changed():
     nonfinite = usual | {43: [math.nan, 2.0]}
     assert 43 == date_write(write, nonfinite)
     assert 41 == date_write(write, {})
+    assert 44 == date_write(write, usual, onsets=[12, 46, 44])
     unused = {step: [*values, 0.0] for step, values in changed.items()}
     assert 47 == date_write(write, unused)
 
