@@ -351,7 +351,9 @@ def bench_explanation(
     quick: Quick = False,
     output: Output = Format.TABLE,
     page: Part = None,
-    kinds: Annotated[str, typer.Option(help="Only these kinds of fault, comma-separated.")] = "",
+    kinds: Annotated[
+        str, typer.Option(help="Only these kinds of fault, comma-separated; healthy: none.")
+    ] = "",
     seeds: Seeds = "",
     ranks: Annotated[
         str, typer.Option(help="Numbers of ranks, comma-separated; 1 trains in process.")

@@ -89,6 +89,13 @@ def test_15_kinds_and_half_of_the_seeds_are_held_out():
     assert len(jobs) == 2 * sum(job.is_held_out for job in jobs)
 
 
+def test_healthy_trainings_can_run_alone():
+    jobs = jobs_of(Options(kinds=("healthy",), seeds=(5, 7), ranks=(1, 2)), quick=False)
+    assert [("", 5, 1), ("", 7, 1), ("", 5, 2), ("", 7, 2)] == [
+        (job.kind, job.seed, job.ranks) for job in jobs
+    ]
+
+
 def test_two_trainings_are_read_and_scored_and_do_not_run_again(tmp_path):
     results = tmp_path / "results.jsonl"
     options = Options(
