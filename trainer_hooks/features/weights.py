@@ -38,9 +38,9 @@ class WeightsFeature(StepFeature):
         self._onsets: deque[int] = deque(maxlen=DATED_STEPS)
         """First steps of the latest findings."""
         self._found: Finding | None = None
-        """What the next step sends to the other ranks."""
+        """Finding that the next step sends to the other ranks."""
         self._sent: Finding | None = None
-        """What a step has sent that has not returned yet."""
+        """Finding of a step that has not returned yet."""
         self._reported: dict[str, int] = {}
         """First step at which a layer is reported again."""
         self._num_quiet = 0

@@ -60,7 +60,7 @@ Floats = NDArray[np.float64]
 
 
 class WeightNorms(NamedTuple):
-    """Squared norms of the weights before the update of a step, and how far updates move them."""
+    """Squared norms of the weights before the update of a step, and the limits of their updates."""
 
     step: int
     squares: Floats
@@ -257,7 +257,7 @@ class WeightCheck:
         if not ((b < left * a) | (a < left * b)).any():
             return []
         num_updates = max(now.step - before.step, 1)
-        with np.errstate(invalid="ignore", divide="ignore"):  # of infinite norms, and of 0
+        with np.errstate(invalid="ignore", divide="ignore"):  # norms may be infinite or 0
             norm_before, norm_now = np.sqrt(a), np.sqrt(b)
             larger = np.maximum(norm_before, norm_now)
             factors = np.maximum(before.factors, now.factors)
@@ -350,7 +350,7 @@ class _SquareReader:
         self._is_on_host = all(p.device.type == "cpu" for p in params) and device.type == "cpu"
         is_hidden = not self._is_on_host
         self.num_bytes = sum(p.numel() * p.element_size() for p in params) if is_hidden else 0
-        """Bytes that a GPU reads while the host goes on."""
+        """Bytes that a GPU reads while the host continues."""
         self._addresses: list[int] = []
         self._views: list[Any] = []
         self._squares: Floats | None = None
@@ -393,7 +393,7 @@ class _SquareReader:
         addresses = [param.data_ptr() for param in self._params]
         if addresses != self._addresses:
             self._addresses, self._views = addresses, [_flat_view(p) for p in self._params]
-        with np.errstate(over="ignore"):  # of a flipped exponent
+        with np.errstate(over="ignore"):  # a flipped exponent overflows
             return np.array([view.dot(view) for view in self._views], dtype=np.float64)
 
 

@@ -41,7 +41,7 @@ from vitals_bench.training import own_place
 SEEDS = (0, 1, 2, 3)
 """Rules are tuned on the even ones; the odd ones are only reported."""
 HEALTHY = "healthy"
-"""In place of the kinds of fault: none of them, only healthy trainings."""
+"""Instead of the kinds of fault: only healthy trainings."""
 NODE = "bench"
 _SECONDS = 600.0
 _TURN_SECONDS = 0.3
